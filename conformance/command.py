@@ -21,6 +21,7 @@ from ..frontends.flag_values import parse_natural, parse_positive
 from ..frontends.terminal.arguments import CommandParser, describe_os_error_with_remedy
 from ..graph.errors import BackendError, HocketError
 from ..graph.storage.files import require_writable, write_text
+from ..graph.validation import format_count
 from .cases.case import DECLARATION_CHECK, get_tested_op
 from .cases.inputs import NoReference
 from .cases.model_cases import collect_case_texts, read_model_graphs
@@ -199,7 +200,7 @@ def _run_checks(suite: Suite, args: argparse.Namespace) -> int:
         backend, device = find_device(suite.backend)
         for result in progress([r for r in bad if r.case.check != DECLARATION_CHECK], desc="save"):
             save_failure_arrays(result, args.save, backend, device)
-        print(f"{len(bad)} failing cases saved in {args.save}", file=sys.stderr)
+        print(f"{format_count(len(bad), 'failing case')} saved in {args.save}", file=sys.stderr)
     if on_stdout:
         sys.stdout.write(REPORT_FORMATS[on_stdout[0]](results, suite.backend))
     else:
@@ -242,7 +243,10 @@ def _compare_fused_kernels_with_ops(args: argparse.Namespace) -> int:
     graphs = make_random_graphs(args.seed) if args.from_graph is None else read_model_graphs(args.from_graph)
     results = list(check_fused_kernels(graphs, *find_device(args.backend), args.seed))
     faults = [f"{' '.join(r.ops)} over {list(r.shape)}: {r.fault}" for r in results if r.fault]
-    print(f"{len(results)} fused kernels of {sum(len(r.ops) for r in results)} ops, {len(faults)} differ")
+    print(
+        f"{format_count(len(results), 'fused kernel')} of "
+        f"{format_count(sum(len(r.ops) for r in results), 'op')}, {len(faults)} differ"
+    )
     return _print_faults(faults)
 
 
@@ -269,7 +273,7 @@ def _print_races(suite: Suite) -> int:
 
     lines = emulate_cases_and_list_races(texts)
     if not lines:
-        print(f"all accesses of {len(texts)} cases are in order")
+        print(f"all accesses of {format_count(len(texts), 'case')} are in order")
     return _print_faults(lines)
 
 
@@ -304,5 +308,5 @@ def _print_report_changes(one: Path, two: Path) -> int:
     changes = compare_reports(one, two)
     for change in changes:
         print(json.dumps({"case": change.case, "before": change.before, "after": change.after}, ensure_ascii=False))
-    print(f"{len(changes)} cases changed", file=sys.stderr)
+    print(f"{format_count(len(changes), 'case')} changed", file=sys.stderr)
     return 1 if any(c.after == Outcome.FAIL for c in changes) else 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..graph import Graph, GraphError, from_json
 from ..graph.dtypes import DType
 from ..graph.errors import format_install_command
+from ..graph.validation import format_count
 from ..ops.text import parse
 from .errors import ModelError
 from .gguf.reader import MAGIC
@@ -91,7 +92,7 @@ def _parse_graph(path: str, data: bytes) -> Graph:
     try:
         text = data.decode("utf-8")
         if not text.strip() or len(data) > MAX_GRAPH_FILE_BYTES:
-            raise GraphError(f"has {len(data)} bytes; need a dump of at most {MAX_GRAPH_FILE_BYTES}")
+            raise GraphError(f"has {format_count(len(data), 'byte')}; need a dump of at most {MAX_GRAPH_FILE_BYTES}")
         return from_json(text) if text.lstrip().startswith("{") else parse(text)
     except (GraphError, UnicodeDecodeError) as error:
         if any(marker in data[:TRACE_MARKER_BYTES] for marker in TRACE_MARKERS):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..distributed import SINGLE_PROCESS, World
 from ..graph import validate_arguments
 from ..graph.old_names import RenamedAttribute
-from ..graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, instance_of, integer_between, list_of
+from ..graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, format_count, instance_of, integer_between, list_of
 from ..scheduler import Plan, format_bytes
 from .adapters import FILE_KIND
 from .completion import Completion, Token, complete_text, compute_logprobs, decode_tokens
@@ -411,7 +411,7 @@ class Model:
         state = (
             "closed"
             if self._idle_sessions.is_closed
-            else f"{self._model.layer_count_without_mtp} layers, context {self.context}"
+            else f"{format_count(self._model.layer_count_without_mtp, 'layer')}, context {self.context}"
         )
         return f"Model({str(model.gguf.path)!r}: {model.architecture} on {where}, {state})"
 
@@ -420,10 +420,10 @@ class Model:
         model = self._model
         rows = {
             "file": model.gguf.path,
-            "architecture": f"{model.architecture}, {model.layer_count_without_mtp} layers",
+            "architecture": f"{model.architecture}, {format_count(model.layer_count_without_mtp, 'layer')}",
         }
         memory = {} if self._idle_sessions.is_closed else self.memory
-        rows |= {"context": f"{self.context} tokens"} if memory else {"state": "closed"}
+        rows |= {"context": format_count(self.context, "token")} if memory else {"state": "closed"}
         for device, kinds in memory.items():
             rows[device] = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in kinds.items())
         lines = (f"<tr><th>{escape(str(k))}</th><td>{escape(str(v))}</td></tr>" for k, v in rows.items())

@@ -8,6 +8,7 @@ from statistics import median
 
 import numpy as np
 
+from ..graph.validation import format_count
 from ..scheduler import Plan, describe_memory_problem
 from ..scheduler.costs.timeline import TimelineEntry
 from ..scheduler.ir.formatting import format_seconds
@@ -39,7 +40,9 @@ def measure_steps_against_predictions(model: Model, on: DeviceGroup, tokens: int
     """
     session = Session(model, on=on, batch=tokens, context=context)
     if tokens > session.context:
-        raise ModelError(f"a context of {session.context} has no room for {tokens} tokens; give a larger context=N")
+        raise ModelError(
+            f"a context of {session.context} has no room for {format_count(tokens, 'token')}; give a larger context=N"
+        )
     tokens_to_run = draw_random_token_lists_endlessly(session, tokens)
     run_at_context_end(session, next(tokens_to_run))  # makes plans, compiles and warms up
     with session.tracing() as trace:

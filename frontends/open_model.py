@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..backends.progress_bar import is_progress_visible, open_progress_bar
 from ..distributed import SINGLE_PROCESS, World
-from ..graph.validation import BOOL, NONE, instance_of, validate_arguments
+from ..graph.validation import BOOL, NONE, format_count, instance_of, validate_arguments
 from .adapters import read_adapters
 from .errors import ModelError
 from .generation.speculative import require_same_vocabulary
@@ -138,7 +138,7 @@ def choose_context(model: Model, tokens: int, asked: int | None, *, default: int
     model.require_context_within_training(context)
     if tokens > context:
         more = "shorten it or give a larger context=N" if context < model.context_length else "shorten it"
-        raise ModelError(f"the text has {tokens} tokens, but the context holds {context}; {more}")
+        raise ModelError(f"the text has {format_count(tokens, 'token')}, but the context holds {context}; {more}")
     return context
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..graph.validation import format_count
 from .errors import ModelError
 from .models import Model
 
@@ -24,7 +25,8 @@ def require_nonempty_texts_fit(texts: Sequence[Sequence[int]], context: int, nou
             raise ModelError(f"{noun} {number} of {len(texts)} has no tokens; give some text to embed")
         if len(text) > context:
             raise ModelError(
-                f"{noun} {number} of {len(texts)} has {len(text)} tokens, but the context holds {context}; "
+                f"{noun} {number} of {len(texts)} has {format_count(len(text), 'token')}, but the context holds "
+                f"{context}; "
                 "shorten it, or give a larger context=N if the model allows more"
             )
 
@@ -41,7 +43,8 @@ def require_tokens_fit_context(model: Model, context: int, text: str, count: int
         longer = ", give a larger context=N" if context < model.context_length else ""
         shift = ", or go on with context_shift=True" if model.is_causal else ""
         raise ModelError(
-            f"{text} would have {count} tokens, but the context holds {context}; shorten the text{longer}{shift}"
+            f"{text} would have {format_count(count, 'token')}, but the context holds {context}; shorten the "
+            f"text{longer}{shift}"
         )
 
 

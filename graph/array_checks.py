@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from .errors import HocketError, PlanError
 from .spec import Spec
+from .validation import format_count
 
 NUMBERS, INTEGERS = "biuf", "iu"
 """The `kind` letters of NumPy dtypes for real numbers, and for integers."""
@@ -77,6 +78,8 @@ def as_block_bytes(subject: str, data: npt.ArrayLike, spec: Spec) -> npt.NDArray
     array = as_real_number_array(subject, data)
     if array.dtype.kind not in INTEGERS or array.dtype.itemsize != 1 or array.nbytes != spec.nbytes:
         got = f"{array.dtype}{list(array.shape)}"
-        raise PlanError(f"{subject}: got {got}, need {spec}: {spec.nbytes} bytes of its blocks, as uint8")
+        raise PlanError(
+            f"{subject}: got {got}, need {spec}: {format_count(spec.nbytes, 'byte')} of its blocks, as uint8"
+        )
     row = spec.shape[-1] // spec.dtype.block * spec.dtype.block_bytes
     return array.view(np.uint8).reshape(*spec.shape[:-1], row)

@@ -12,7 +12,7 @@ import numpy as np
 
 from .errors import GraphError
 from .old_names import RenamedAttribute
-from .validation import did_you_mean, format_value
+from .validation import did_you_mean, format_count, format_value
 
 
 class DTypeMeta(EnumType):
@@ -20,7 +20,9 @@ class DTypeMeta(EnumType):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) + len(kwargs) != 1:
-            raise GraphError(f"DType: got {len(args) + len(kwargs)} arguments; it takes one, the name of a type")
+            raise GraphError(
+                f"DType: got {format_count(len(args) + len(kwargs), 'argument')}; it takes one, the name of a type"
+            )
         return parse_dtype(*args, *kwargs.values())
 
 

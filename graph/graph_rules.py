@@ -11,7 +11,15 @@ from .errors import GraphError
 from .graph import Graph
 from .node import LEAF_OPS, Node
 from .spec import check_spec
-from .validation import CALLABLE, MAX_MESSAGE_CHARACTERS, indefinite_article, instance_of, list_of, validate_arguments
+from .validation import (
+    CALLABLE,
+    MAX_MESSAGE_CHARACTERS,
+    format_count,
+    indefinite_article,
+    instance_of,
+    list_of,
+    validate_arguments,
+)
 
 GraphRule = Callable[[Graph], Iterator[str]]
 
@@ -46,7 +54,10 @@ def references_exist(graph: Graph) -> Iterator[str]:
     values = [v for n in graph.nodes for v in n.inputs] + list(graph.roots())
     for value in values:
         if not 0 <= value.index < len(value.node.specs):
-            yield f"%{value.node.label}#{value.index}: {quote_word(value.node.op)} has {len(value.node.specs)} results"
+            yield (
+                f"%{value.node.label}#{value.index}: {quote_word(value.node.op)} has "
+                f"{format_count(len(value.node.specs), 'result')}"
+            )
 
 
 def updates_match_states(graph: Graph) -> Iterator[str]:

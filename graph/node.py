@@ -21,6 +21,7 @@ from .validation import (
     NONE,
     TEXT,
     ArgumentKind,
+    format_count,
     format_value,
     instance_of,
     require,
@@ -139,7 +140,7 @@ class Value:
         except IndexError:
             label, op = (text[:MAX_MESSAGE_CHARACTERS] for text in (self.node.label, quote_word(self.node.op)))
             count = len(self.node.specs)
-            raise GraphError(f"%{label}#{format_value(self.index)}: {op} has {count} results") from None
+            raise GraphError(f"%{label}#{format_value(self.index)}: {op} has {format_count(count, 'result')}") from None
 
     @property
     def shape(self) -> tuple[int, ...]:

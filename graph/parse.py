@@ -20,7 +20,7 @@ from .errors import GraphError
 from .graph import Graph
 from .node import Node, Value
 from .spec import MAX_SIZE, Spec, make_spec
-from .validation import TEXT, validate_arguments
+from .validation import TEXT, format_count, validate_arguments
 
 _WORDS: dict[str, Attr] = {"true": True, "false": False, "none": None, **DTYPE_BY_NAME}
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
@@ -170,7 +170,7 @@ class _GraphParser:
             raise cursor.error(f"{reference} is used before it is defined")
         index = number[0][1:] if number else "0"
         if len(index) > 9 or int(index) >= len(node.specs):
-            raise cursor.error(f"{reference} has {len(node.specs)} results, so there is no #{index}")
+            raise cursor.error(f"{reference} has {format_count(len(node.specs), 'result')}, so there is no #{index}")
         cursor.at += 1
         return node.results[int(index)]
 

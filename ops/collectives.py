@@ -11,6 +11,7 @@ import numpy as np
 from ..graph.attrs import Attr, Attrs
 from ..graph.dtypes import DType
 from ..graph.spec import Spec
+from ..graph.validation import format_count
 from .declaration.op import Array, OperandSpecs, op
 from .declaration.shape_rules import axis_attribute
 from .declaration.signature import SignatureMismatch
@@ -40,7 +41,9 @@ def _infer_all_gather(specs: OperandSpecs, attrs: Attrs) -> Spec:
     assert x is not None
     axis, runs = axis_attribute(attrs, x), cast_to_index_ranges(attrs["runs"])
     if x.shape[axis] not in (shares := [sum(n for _, n in device) for device in runs]):
-        raise SignatureMismatch(f"axis {axis} of x holds {x.shape[axis]} entries, the devices have {shares}")
+        raise SignatureMismatch(
+            f"axis {axis} of x holds {format_count(x.shape[axis], 'entry', 'entries')}, the devices have {shares}"
+        )
     return Spec((*x.shape[:axis], _find_largest_index_range_end(runs), *x.shape[axis + 1 :]), x.dtype)
 
 
@@ -84,7 +87,9 @@ def _infer_reduce_scatter(specs: OperandSpecs, attrs: Attrs) -> Spec:
     axis, length = axis_attribute(attrs, x), sum(n for _, n in own_index_ranges(attrs))
     sharded_length = _find_largest_index_range_end(cast_to_index_ranges(attrs["runs"]))
     if x.shape[axis] != sharded_length:
-        raise SignatureMismatch(f"axis {axis} of x holds {x.shape[axis]} entries, the runs {sharded_length}")
+        raise SignatureMismatch(
+            f"axis {axis} of x holds {format_count(x.shape[axis], 'entry', 'entries')}, the runs {sharded_length}"
+        )
     return Spec((*x.shape[:axis], length, *x.shape[axis + 1 :]), x.dtype)
 
 
@@ -96,7 +101,7 @@ def own_index_ranges(attrs: Attrs) -> tuple[tuple[int, int], ...]:
     """
     runs, rank = cast_to_index_ranges(attrs["runs"]), narrow_to_integer(attrs["rank"])
     if not 0 <= rank < len(runs):
-        raise SignatureMismatch(f"rank is {rank}, but runs are given for {len(runs)} devices")
+        raise SignatureMismatch(f"rank is {rank}, but runs are given for {format_count(len(runs), 'device')}")
     return runs[rank]
 
 

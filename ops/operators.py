@@ -11,7 +11,7 @@ import numpy as np
 
 from ..graph.errors import GraphError
 from ..graph.node import Value
-from ..graph.validation import did_you_mean, format_value, number_between
+from ..graph.validation import did_you_mean, format_count, format_value, number_between
 from .declaration.op import Op
 from .elementwise.binary import add, div, mul, scale, sub
 from .elementwise.generators import fill
@@ -144,7 +144,10 @@ def _expand_index_to_all_axes(x: Value, entries: Sequence[Any]) -> list[Any]:
     """Expand an index to one entry for each axis of `x`: ``...`` and missing entries become full slices."""
     named = sum(e is not None and e is not ... for e in entries)
     if named > len(x.shape):
-        raise GraphError(f"{x!r}[{format_value(tuple(entries))}]: {named} entries for {len(x.shape)} axes")
+        raise GraphError(
+            f"{x!r}[{format_value(tuple(entries))}]: {format_count(named, 'entry', 'entries')} for "
+            f"{format_count(len(x.shape), 'axis', 'axes')}"
+        )
     ellipses = [i for i, e in enumerate(entries) if e is ...]
     if len(ellipses) > 1:
         raise GraphError(f"{x!r}[{format_value(tuple(entries))}]: there is more than one '...'")

@@ -6,6 +6,8 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..graph.validation import format_count
+
 WIDTH, CHOICE_HEIGHT, BAR_HEIGHT = 1000, 56, 24
 """Sizes of the drawing in SVG units."""
 MIN_BAR_WIDTH = 0.5
@@ -51,8 +53,8 @@ def _draw_choice_as_svg(number: int, choice: Mapping[str, Any], scale: float) ->
     bars = [_draw_bar("wait", 0.0, first * scale, top, f"waited {first:.6f} s")]
     for step in choice["steps"]:
         text = (
-            f"step {step['step']}, {step['kind']}: {step['tokens']} of {step['rows']} tokens, "
-            f"{step['requests']} requests, {step['seconds'] * 1e3:.2f} ms"
+            f"step {step['step']}, {step['kind']}: {step['tokens']} of {format_count(step['rows'], 'token')}, "
+            f"{format_count(step['requests'], 'request')}, {step['seconds'] * 1e3:.2f} ms"
         )
         bars.append(_draw_bar(step["kind"], step["start_after"] * scale, step["seconds"] * scale, top, text))
     label = f'<text x="0" y="{top + CHOICE_HEIGHT - 12}" font-size="14">{html.escape(str(choice["id"]))}</text>'

@@ -16,6 +16,7 @@ import numpy as np
 from ...graph.dtypes import STATE_DTYPES, DType
 from ...graph.node import Node
 from ...graph.spec import Spec
+from ...graph.validation import format_count
 from ...ops.collectives import COLLECTIVES
 from ...ops.quantisation import decode_array, dequantise, encode_array
 from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, view_host_tensor
@@ -69,7 +70,7 @@ class CpuBackend(NumpyBackend):
         return type(self)(threads)
 
     def describe_settings(self) -> str:
-        return f"{self.threads} threads"
+        return format_count(self.threads, "thread")
 
     def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
         """Return the shape and dtype in which the backend stores a value.

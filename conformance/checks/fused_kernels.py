@@ -17,6 +17,7 @@ from ...backends.base import Backend, Device, Instruction, Program, Tensor
 from ...backends.capabilities import FusedExpression, GeneratesFusedKernels
 from ...graph.errors import BackendError
 from ...graph.graph import Graph
+from ...graph.validation import format_count
 from ...scheduler import SingleDeviceComm, plan_for_group
 from ..cases.operand_layouts import Array
 from ..cases.random_graphs import make_random_graph_and_weights
@@ -92,7 +93,9 @@ def _compare_fused_with_single_instructions(
     for (step, _), got, expected in zip(group.results, fused, single, strict=True):
         different = int((got.view(np.uint32) != expected.view(np.uint32)).sum())
         if different:
-            return FusedKernelResult(ops, group.shape, f"step {step}: {different} of {got.size} elements differ")
+            return FusedKernelResult(
+                ops, group.shape, f"step {step}: {different} of {format_count(got.size, 'element')} differ"
+            )
     return FusedKernelResult(ops, group.shape, "")
 
 

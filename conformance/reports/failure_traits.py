@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...graph.attrs import format_attribute
+from ...graph.validation import format_count
 from ...ops.declaration.signature import LeadingAxesBroadcast
 from ..cases.case import DECLARATION_CHECK, INPUTS, LAYOUTS, Case
 from ..checks.run_case import Outcome, Result
@@ -131,7 +132,7 @@ def describe_case_traits(case: Case) -> Iterator[str]:
         if operand.optional:
             yield f"`{operand.name}` is given"
         yield f"`{operand.name}` is {spec.dtype.text}"
-        yield f"`{operand.name}` has {len(spec.shape)} axes"
+        yield f"`{operand.name}` has {format_count(len(spec.shape), 'axis', 'axes')}"
         if not spec.size:
             yield f"`{operand.name}` has no elements"
     yield from (f"{name} is {format_attribute(value)}" for name, value in attrs.items())

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from textwrap import wrap
 from xml.etree import ElementTree
 
+from ...graph.validation import format_count
 from ..cases.case import LAYOUTS
 from ..checks.run_case import Outcome, Result
 from .failure_traits import group_failures_by_op_with_traits
@@ -51,7 +52,7 @@ def format_run_total(results: Sequence[Result], backend: str, seconds: float | N
     outcomes = ", ".join(f"{n} {outcome}" for outcome, n in sorted(count_outcomes(results).items()))
     ops = len({r.case.op for r in results})
     took = "" if seconds is None else f" in {seconds:.1f} s"
-    return f"{backend}: {len(results)} cases of {ops} ops{took}: {outcomes or 'none'}"
+    return f"{backend}: {format_count(len(results), 'case')} of {format_count(ops, 'op')}{took}: {outcomes or 'none'}"
 
 
 def describe_unsupported_and_partly_supported_ops(results: Iterable[Result]) -> Iterator[str]:
@@ -90,7 +91,7 @@ def format_failure_traits_report(results: Sequence[Result], backend: str, second
     for line in describe_unsupported_and_partly_supported_ops(results):
         lines += wrap(line, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     whys = Counter(r.why for r in results if r.outcome is Outcome.UNSUPPORTED)
-    lines += [f"  {n} cases: {why}" for why, n in whys.most_common(5)]
+    lines += [f"  {format_count(n, 'case')}: {why}" for why, n in whys.most_common(5)]
     return "\n".join([*lines, format_run_total(results, backend, seconds)])
 
 

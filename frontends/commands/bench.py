@@ -20,6 +20,7 @@ from ...backends.cpu.backend import CpuBackend
 from ...backends.cpu.tuning.machine_limits import MemoryBandwidthTest, read_largest_cache_bytes
 from ...distributed import SINGLE_PROCESS, World
 from ...graph.node import Node
+from ...graph.validation import format_count
 from ...ops import op_of
 from ..errors import ModelError
 from ..flag_values import parse_naturals, parse_positive, parse_positives
@@ -210,7 +211,7 @@ def measure_kernel_profile_lines(work: BenchmarkSettings, groups: Sequence[Devic
             for (_, device), shares in zip(
                 session.group, measure_kernel_times_of_median_run(session, test, work.repeats), strict=True
             ):
-                yield f"{test.name}, {count_threads_per_device(session)} threads, {device}"
+                yield f"{test.name}, {format_count(count_threads_per_device(session), 'thread')}, {device}"
                 yield from format_kernel_profile(shares)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...backends.progress_bar import open_progress_bar
+from ...graph.validation import format_count
 from ..errors import ModelError
 from ..gguf.mapped_file import format_name_for_message
 from ..gguf.metadata import LazyMetadataArray
@@ -134,7 +135,7 @@ class ModelComparison:
         """Format the comparison as the lines of a report."""
         count = self.score.scored_tokens
         return [
-            f"{self.score.chunk_count} chunks, {count} positions",
+            f"{format_count(self.score.chunk_count, 'chunk')}, {format_count(count, 'position')}",
             f"KL divergence of B from A: {self.divergence:.6f} ± {self.divergence_error:.6f}, "
             f"maximum {self.max_divergence:.4f}",
             f"same top token: {self.agreement:.2%}",

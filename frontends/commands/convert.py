@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ...graph.storage.files import require_writable
+from ...graph.validation import format_count
 from ..open_model import open_model
 from ..safetensors import list_files_of_folder, write_folder_as_gguf
 from ..terminal.output import write_line_to_stderr
@@ -19,5 +20,5 @@ def run(args: argparse.Namespace) -> int:
     require_writable(args.output, list_files_of_folder(args.folder))
     open_model(args.folder)  # raises if the folder is no complete model
     tensors, size = write_folder_as_gguf(args.folder, args.output)
-    write_line_to_stderr(f"{args.output}: {tensors} tensors, {size} bytes")
+    write_line_to_stderr(f"{args.output}: {format_count(tensors, 'tensor')}, {format_count(size, 'byte')}")
     return 0

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from tqdm import tqdm
 
 from ...graph.storage.files import require_writable
+from ...graph.validation import format_count
 from ..errors import ModelError
 from ..flag_values import parse_natural, parse_positive
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
@@ -73,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
         sums.write(args.output)
         for name, count in sums.list_unused_matrices().items():
             write_line_to_stderr(f"{name}: {count} of {len(sums.counts[name])} experts were not chosen; add text")
-        chunks = f"{sums.chunk_count} chunks of {sums.chunk_tokens} tokens"
-        write_to_stdout_unless_closed(f"{args.output}: {len(sums.sums)} weights, {chunks}\n")
+        chunks = f"{format_count(sums.chunk_count, 'chunk')} of {format_count(sums.chunk_tokens, 'token')}"
+        write_to_stdout_unless_closed(f"{args.output}: {format_count(len(sums.sums), 'weight')}, {chunks}\n")
     return 0
 
 
@@ -89,7 +90,10 @@ def accumulate_and_write_importances(args: argparse.Namespace, sums: ImportanceS
     context = sums.chunk_tokens = choose_context(model, 0, args.context, default=DEFAULT_CONTEXT_TOKENS)
     total = count_complete_chunks(len(tokens), context)
     if args.chunk >= total:
-        raise ModelError(f"--chunk {args.chunk}: the text has {total} chunks of {context} tokens; skip fewer")
+        raise ModelError(
+            f"--chunk {args.chunk}: the text has {format_count(total, 'chunk')} of "
+            f"{format_count(context, 'token')}; skip fewer"
+        )
     total = min(total - args.chunk, args.chunks or total)
     tokens = tokens[args.chunk * context :][: total * context]
     # An encoder may have other names in its file than in its graph.

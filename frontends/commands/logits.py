@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ...graph.storage.files import replacing, require_writable
+from ...graph.validation import format_count
 from ..errors import ModelError
 from ..flag_values import parse_token_ids
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
@@ -98,7 +99,9 @@ def read_npy_token_file(path: str) -> list[int]:
             raise ModelError(f"{path}: holds {dtype}{list(shape)}; need integers in one dimension")
         need, have = shape[0] * dtype.itemsize, os.fstat(file.fileno()).st_size - file.tell()
         if not 0 <= need <= have:
-            raise ModelError(f"{path}: announces {need} bytes of token ids, but holds {have}; save them again")
+            raise ModelError(
+                f"{path}: announces {format_count(need, 'byte')} of token ids, but holds {have}; save them again"
+            )
         return [int(token) for token in np.frombuffer(file.read(need), dtype)]
 
 

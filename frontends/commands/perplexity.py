@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...backends.progress_bar import open_progress_bar
+from ...graph.validation import format_count
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..inference.session import F32, Session
@@ -74,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         write_to_stdout_unless_closed(
-            f"{score.chunk_count} chunks of {context} tokens, {score.scored_tokens} tokens scored\n"
+            f"{format_count(score.chunk_count, 'chunk')} of {format_count(context, 'token')}, "
+            f"{format_count(score.scored_tokens, 'token')} scored\n"
         )
         write_to_stdout_unless_closed(
             f"mean NLL {score.nll:.4f} ± {score.nll_error:.4f}, perplexity {score.perplexity:.4f}\n"
@@ -113,7 +115,9 @@ def count_complete_chunks(tokens: int, context: int) -> int:
     if context < MIN_CHUNK_TOKENS:
         raise ModelError(f"--ctx-size is {context}; a chunk needs at least {MIN_CHUNK_TOKENS} tokens to score one")
     if tokens < context:
-        raise ModelError(f"the text has {tokens} tokens; one chunk needs {context}; give more text or a smaller -c")
+        raise ModelError(
+            f"the text has {format_count(tokens, 'token')}; one chunk needs {context}; give more text or a smaller -c"
+        )
     return tokens // context
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from ...backends.base import find_device
 from ...graph import DType, Graph, PlanError
 from ...graph.storage.files import require_writable, write_text
+from ...graph.validation import format_count
 from ...scheduler import (
     PASS_DUMPS,
     DevicePlan,
@@ -341,10 +342,13 @@ def print_serving_prediction(args: argparse.Namespace) -> int:
     prompt = min(args.batch, context)
     fit = format_memory_fit_and_speed_line(requested, plan, context, args.parallel, prompt, graph_of, is_decode=True)
     explained = replace_arguments_by_flag_names(plan.explain())
-    write_to_stdout_unless_closed(f"{args.parallel} slots of {context} tokens; {fit}\n\n{explained}\n")
+    write_to_stdout_unless_closed(
+        f"{format_count(args.parallel, 'slot')} of {format_count(context, 'token')}; {fit}\n\n{explained}\n"
+    )
     if problem := describe_memory_problem(requested, context=context):
         write_line_to_stderr(
-            f"hocket: does not fit with {args.parallel} slots: {replace_arguments_by_flag_names(problem)}"
+            f"hocket: does not fit with {format_count(args.parallel, 'slot')}: "
+            f"{replace_arguments_by_flag_names(problem)}"
         )
         return 1
     return 0

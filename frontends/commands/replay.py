@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from ...graph.validation import format_count
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer, has_vocabulary
 from ..inference.model_digest import compute_model_digest
@@ -48,7 +49,10 @@ def run(args: argparse.Namespace) -> int:
             model.close()
     if replay is None:
         raise ModelError(f"{args.log}: is empty; give a file of --log-requests")
-    counts = f"{total.requests} requests, {total.steps} steps and {total.tokens} tokens"
+    counts = (
+        f"{format_count(total.requests, 'request')}, {format_count(total.steps, 'step')} and "
+        f"{format_count(total.tokens, 'token')}"
+    )
     write_to_stdout_unless_closed(f"{args.log}: {counts} are equal to the log, bit by bit\n")
     return 0
 

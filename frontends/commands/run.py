@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from ...backends.base import find_device
 from ...graph.storage.files import require_writable
+from ...graph.validation import format_count
 from ...scheduler import format_bytes
 from ..config_options import list_options
 from ..errors import ModelError
@@ -231,7 +232,7 @@ def print_first_wrong_device_value(args: argparse.Namespace, model: Model, token
         )
         for part in filter(None, (tokens[:-1], tokens[-1:])):
             message, is_wrong = compare_step_with_device(session, part, args.compare)
-            write_to_stdout_unless_closed(f"{len(part)} token{'s' * (len(part) > 1)}: {message}\n")
+            write_to_stdout_unless_closed(f"{format_count(len(part), 'token')}: {message}\n")
             if is_wrong:
                 return 1
     return 0
@@ -245,7 +246,9 @@ def compare_step_with_device(session: Session, tokens: Sequence[int], device: st
             return f"the first value that {device} has otherwise is\n{found}\n\n{found.surrounding_lines}", True
         count += 1
         nearest = max(nearest or found, found, key=lambda d: d.error_over_limit)
-    return f"{count} values are as on {device}" + (f"; nearest to its limit is {nearest}" if nearest else ""), False
+    return f"{format_count(count, 'value')} as on {device}" + (
+        f"; nearest to its limit is {nearest}" if nearest else ""
+    ), False
 
 
 def answer_message_or_chat_at_terminal(

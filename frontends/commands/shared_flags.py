@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...graph.storage.files import require_writable
+from ...graph.validation import format_count
 from ..config_options import ConfigOption
 from ..errors import ModelError
 from ..flag_values import parse_regular_expression
@@ -100,7 +101,8 @@ def run_options_from_flags(args: argparse.Namespace) -> dict[str, Any]:
     share_count, device_count = len(options["tensor_split"]), len(options["devices"])
     if 0 < share_count < device_count and args.world.size == 1 and not getattr(args, "simulate", None):
         raise ModelError(
-            f"--tensor-split has {share_count} shares for {device_count} devices; give each one, which may be 0"
+            f"--tensor-split has {format_count(share_count, 'share')} for "
+            f"{format_count(device_count, 'device')}; give each one, which may be 0"
         )
     return options
 
@@ -157,7 +159,8 @@ def trace_to_file(session: Session, path: str | None) -> Iterator[None]:
             trace.save(path)
             left = f" ({trace.dropped_runs} more were not traced)" if trace.dropped_runs else ""
             write_line_to_stderr(
-                f"{path}: {len(trace.runs)} runs{left}; open it in ui.perfetto.dev, or give it to hocket view --trace"
+                f"{path}: {format_count(len(trace.runs), 'run')}{left}; open it in ui.perfetto.dev, or give it "
+                "to hocket view --trace"
             )
 
 

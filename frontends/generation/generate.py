@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph.lazy_dataclass import dataclass
-from ...graph.validation import ANY, NONE, instance_of, integer_between, list_of, validate_arguments
+from ...graph.validation import ANY, NONE, format_count, instance_of, integer_between, list_of, validate_arguments
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer, TokenToTextStream
 from ..inference.decoding.device_tokens import (
@@ -316,7 +316,7 @@ def _choose_device_schedule(
 def make_full_context_error(context: int, new_tokens: int) -> ModelError:
     """Return the error for a text that fills the context of `context` tokens before its limit."""
     return ModelError(
-        f"the context of {context} tokens is full after {new_tokens} new ones; "
+        f"the context of {format_count(context, 'token')} is full after {new_tokens} new ones; "
         "give a larger context=N, ask for fewer with max_tokens=N, or go on with context_shift=True"
     )
 

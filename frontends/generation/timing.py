@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import format_count
 
 
 @dataclass(slots=True)
@@ -35,12 +36,12 @@ class GenerationTiming:
         )
 
     def __str__(self) -> str:
-        def rate(tokens: int, seconds: float) -> str:
-            count = f"{tokens} token{'s' * (tokens != 1)}"
-            return f"{count} {tokens / seconds:.1f} tok/s" if seconds and tokens else f"{count} -"
-
-        load = f"load {self.load:.1f} s, " if self.load else ""
-        return (
-            f"{load}prefill {rate(self.prompt_tokens, self.prefill)}, decode {rate(self.new_tokens, self.decode)}, "
-            f"plans and kernels {self.planning:.1f} s{self.token_path and f', {self.token_path}'}"
-        )
+        """Describe the parts that took time: ``prefill 5 tokens 50.0 tok/s, plans and kernels 0.0 s``."""
+        phases = (("prefill", self.prompt_tokens, self.prefill), ("decode", self.new_tokens, self.decode))
+        parts = [f"load {self.load:.1f} s"] if self.load else []
+        parts += [
+            f"{phase} {format_count(tokens, 'token')} {tokens / seconds:.1f} tok/s"
+            for phase, tokens, seconds in phases
+            if tokens and seconds
+        ]
+        return ", ".join([*parts, f"plans and kernels {self.planning:.1f} s", *filter(None, [self.token_path])])

@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Sequence
 
 from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import format_count
 from ..errors import ModelError
 from .metadata import LazyMetadataArray
 from .reader import Gguf
@@ -145,7 +146,7 @@ class ArchitectureMetadata:
         blocks = self.read_count("block_count")
         if blocks > len(self.gguf.tensors):
             raise self.make_key_error(
-                "block_count", f"is {blocks}; the file holds only {len(self.gguf.tensors)} tensors"
+                "block_count", f"is {blocks}; the file holds only {format_count(len(self.gguf.tensors), 'tensor')}"
             )
         return blocks
 

@@ -14,6 +14,7 @@ from typing import TypeAlias, Union, overload
 import numpy as np
 
 from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import format_count
 from .mapped_file import HeaderCursor, MappedFile, format_name_for_message
 
 MAX_DEPTH = 4
@@ -173,7 +174,9 @@ def read_undecoded_array(cursor: HeaderCursor, depth: int = 1) -> LazyMetadataAr
     start = cursor.position
     room = cursor.file.size - start
     if count * kind.min_bytes > room:
-        raise cursor.error(f"announces {count} {kind}s, {count * kind.min_bytes} bytes or more, but {room} are left")
+        raise cursor.error(
+            f"announces {count} {kind}s, {format_count(count * kind.min_bytes, 'byte')} or more, but {room} are left"
+        )
     if kind is MetadataType.STRING:
         cursor.skip_strings_undecoded(count)
     elif kind is MetadataType.ARRAY:

@@ -19,7 +19,7 @@ from typing import TypeVar, overload
 import numpy as np
 
 from ...graph.lazy_dataclass import dataclass
-from ...graph.validation import did_you_mean
+from ...graph.validation import did_you_mean, format_count
 from ..errors import ModelError
 from .mapped_file import HeaderCursor, MappedFile, format_name_for_message, map_file
 from .metadata import LazyMetadataArray, MetadataType, MetadataValue, read_metadata
@@ -122,7 +122,8 @@ class Gguf:
         if stored is None:
             hint = did_you_mean(name, self.tensors)
             raise self._make_error(
-                f"tensor {format_name_for_message(name)} is missing from {len(self.tensors)} tensors{hint}"
+                f"tensor {format_name_for_message(name)} is missing from "
+                f"{format_count(len(self.tensors), 'tensor')}{hint}"
             )
         return stored
 
@@ -158,7 +159,7 @@ class Gguf:
 
     def __repr__(self) -> str:
         name = format_name_for_message(str(self.path))
-        return f"Gguf({name}: {len(self.metadata)} metadata, {len(self.tensors)} tensors)"
+        return f"Gguf({name}: {len(self.metadata)} metadata, {format_count(len(self.tensors), 'tensor')})"
 
 
 def open_gguf(path: str | os.PathLike[str], *, header_only: bool = False) -> Gguf:
@@ -179,7 +180,7 @@ def open_gguf(path: str | os.PathLike[str], *, header_only: bool = False) -> Ggu
     match = SPLIT_FILE_NAME.fullmatch(part_file.path.name)
     if not match or int(match["count"]) != count or not 0 < int(match["no"]) <= count:
         raise part_file.file.make_error(
-            f"is part of a model in {count} files, but its name does not say which",
+            f"is part of a model in {format_count(count, 'file')}, but its name does not say which",
             f"name the parts NAME-00001-of-{count:05d}.gguf and so on",
         )
     parts = []
@@ -274,7 +275,8 @@ def _join_split_files(parts: list[_SplitFile]) -> Gguf:
     expected = first.read_split_number("tensors.count")
     if len(tensors) != expected:
         raise first.file.make_error(
-            f"all {len(parts)} parts hold {len(tensors)} tensors; split.tensors.count is {expected}"
+            f"all {format_count(len(parts), 'part')} hold {format_count(len(tensors), 'tensor')}; "
+            f"split.tensors.count is {expected}"
         )
     return Gguf(first.path, first.version, first.metadata, MappingProxyType(tensors), tuple(p.path for p in parts))
 

@@ -14,7 +14,7 @@ from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Protocol
 
 from ...distributed import World
-from ...graph.validation import ANY, BOOL, integer_between, list_of, require, validate_arguments
+from ...graph.validation import ANY, BOOL, format_count, integer_between, list_of, require, validate_arguments
 from ...scheduler import DeferredInterrupts, Plan
 from ..errors import ModelError
 from ..models import Model
@@ -82,7 +82,9 @@ class MicroBatchedSession:
         """
         token_ids = [convert_to_token_ids(i, new) for i, new in enumerate(tokens)]
         if len(token_ids) != self.sequences:
-            raise ModelError(f"got tokens for {len(token_ids)} sequences, the session has {self.sequences}")
+            raise ModelError(
+                f"got tokens for {format_count(len(token_ids), 'sequence')}, the session has {self.sequences}"
+            )
         microbatch_tokens = [token_ids[place.start : place.stop] for place in self.sequence_ranges]
         with self.device_lock:
             for one, own, place in zip(self.sessions, microbatch_tokens, self.sequence_ranges, strict=True):

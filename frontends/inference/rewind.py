@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import format_count
 from ..errors import ModelError
 from ..models import SNAPSHOTS, WINDOWS
 from .session import Session
@@ -53,7 +54,8 @@ def keep_first_tokens_of_last_step(session: Session, token_count: int) -> None:
         before = session.reversible_step
         if before is None or not 1 <= token_count <= len(before.chunk[0]):
             raise ModelError(
-                f"keep_first_tokens_of_last_step: there are no {token_count} tokens of a reversible step; "
+                f"keep_first_tokens_of_last_step: there are no {format_count(token_count, 'token')} of a "
+                "reversible step; "
                 "evaluate them with reversible=True"
             )
         rewind_states(session, before.step.tokens, {0: token_count})

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from ...graph.dtypes import DType
 from ...graph.lazy_dataclass import dataclass
 from ...graph.storage.files import PRIVATE, replacing
-from ...graph.validation import ANY, NONE, instance_of, list_of, validate_arguments
+from ...graph.validation import ANY, NONE, format_count, instance_of, list_of, validate_arguments
 from ..errors import ModelError
 from ..terminal.arguments import describe_os_error_with_remedy
 from .cache_rows import find_cache_rows
@@ -286,12 +286,12 @@ def _parse_header(
         raise ValueError("it is of another model")
     lengths, tokens = header["lengths"], header["tokens"]
     if not isinstance(lengths, list) or not isinstance(tokens, list) or len(lengths) != session.sequences:
-        raise ValueError(f"it does not hold {session.sequences} sequences")
+        raise ValueError(f"it does not hold {format_count(session.sequences, 'sequence')}")
     if any(type(n) is not int or n < 0 for n in lengths):  # False is 0 to Python
         raise ValueError("its lengths are no counts")
     if max(lengths) > session.context:
         raise ModelError(
-            f"the saved state has {max(lengths)} tokens, but the context holds {session.context}; "
+            f"the saved state has {format_count(max(lengths), 'token')}, but the context holds {session.context}; "
             "give a larger context=N"
         )
     vocabulary = session.model.vocabulary_size

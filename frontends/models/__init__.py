@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ...graph import Graph
 from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import format_count
 from ..adapters import NO_ADAPTERS, Adapters
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor
@@ -261,7 +262,7 @@ class Model:
         return arrays
 
     def __repr__(self) -> str:
-        return f"Model({self.architecture}, {self.layer_count_without_mtp} layers, {self.gguf!r})"
+        return f"Model({self.architecture}, {format_count(self.layer_count_without_mtp, 'layer')}, {self.gguf!r})"
 
 
 def load_model(gguf: Gguf) -> Model:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 from types import MappingProxyType
 
+from ...graph.validation import format_count
 from ..errors import ModelError
 from ..gguf.hyperparameter_keys import ArchitectureMetadata
 from .hyperparameters import (
@@ -47,7 +48,7 @@ def read_hyperparameters(keys: ArchitectureMetadata, family: FamilyTraits) -> Hy
         need = span * (cycles + 1) * keys.read_count("hrm.h_cycles", count // (span * (cycles + 1)))
         if count != need:
             raise keys.make_key_error(
-                "hrm.h_cycles", f"and the other cycles need {need} blocks; block_count is {count}"
+                "hrm.h_cycles", f"and the other cycles need {format_count(need, 'block')}; block_count is {count}"
             )
         source = {i: i % span + span * ((i // span) % (cycles + 1) == cycles) for i in range(count)}
     blocks = tuple(reader.read_layer(source.get(i, i), i) for i in range(count * repeats))

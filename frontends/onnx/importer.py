@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph import DType, Graph, GraphError, Value, input, weight
-from ...graph.validation import validate_arguments
+from ...graph.validation import format_count, validate_arguments
 from ..errors import ModelError
 from ..tensors.call_signature import MAX_CONSTANT_BYTES, ProgramArgument, ProgramResult, resolve_dtype_name
 from ..tensors.tensor import Tensor, cast, constant_tensor, limit_shape_to_max_rank, merge_equal_nodes
@@ -281,7 +281,9 @@ class _ModelImporter:
             results = out if isinstance(out, tuple | list) else (out,)
             asked = [name for name in node.output if name]
             if len(node.output) > len(results):
-                raise ModelError(f"gives {len(node.output)} results; hocket has the first {len(results)}")
+                raise ModelError(
+                    f"gives {format_count(len(node.output), 'result')}; hocket has the first {len(results)}"
+                )
             for name, result in zip(node.output, results, strict=False):
                 if name in asked:
                     self._store_result_in_onnx_dtype(name, result)

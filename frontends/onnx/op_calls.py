@@ -15,6 +15,7 @@ import numpy as np
 
 from ... import ops
 from ...graph import DType
+from ...graph.validation import format_count
 from ..errors import ModelError
 from ..tensors import arithmetic as arith
 from ..tensors import indexing, shapes
@@ -175,7 +176,7 @@ def unsqueeze(x: Tensor, axes_input: OptionalIntegers = None, *, axes: OptionalI
     new = as_integers_or_none(axes_input if axes is None else axes) or []
     rank = x.rank + len(new)
     if any(not -rank <= a < rank for a in new) or len({a % rank for a in new}) < len(new):
-        raise ModelError(f"axes {new} of a tensor that then has {rank} axes")
+        raise ModelError(f"axes {new} of a tensor that then has {format_count(rank, 'axis', 'axes')}")
     places, own = {a % rank for a in new}, iter(x.shape)
     return shapes.reshape(x, [1 if a in places else next(own) for a in range(rank)])
 
@@ -232,7 +233,9 @@ def pad(
     flat = as_integers_or_none(pads_input if pads is None else pads) or []
     at = [x.normalise_axis(a) for a in (as_integers_or_none(axes_input) or range(x.rank))]
     if len(flat) != 2 * len(at):
-        raise ModelError(f"{len(flat)} pads for {len(at)} axes; need two for each")
+        raise ModelError(
+            f"{format_count(len(flat), 'pad')} for {format_count(len(at), 'axis', 'axes')}; need two for each"
+        )
     ends = [(0, 0)] * x.rank
     for i, a in enumerate(at):
         ends[a] = (flat[i], flat[i + len(at)])

@@ -10,6 +10,7 @@ import numpy as np
 
 from ... import ops
 from ...graph import DType
+from ...graph.validation import format_count
 from ..errors import ModelError
 from ..tensors import arithmetic as arith
 from ..tensors import indexing, matmul, reductions, shapes
@@ -160,7 +161,7 @@ def einsum(*xs: Tensor, equation: str) -> Tensor:
     left, arrow, right = text.partition("->")
     names = left.split(",")
     if len(names) != len(xs):
-        raise ModelError(f"{equation!r} has {len(names)} operands, the call {len(xs)}")
+        raise ModelError(f"{equation!r} has {format_count(len(names), 'operand')}, the call {len(xs)}")
     letters = sorted(set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz") - set(text))
     dots = max((x.rank - len(n.replace("...", "")) for x, n in zip(xs, names, strict=True) if "..." in n), default=0)
     spare = "".join(letters[:dots])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import reprlib
 
+from ...graph.validation import format_count
 from .families import DELTA_NET_ARCHITECTURES, EXPERT_ARCHITECTURES, FolderFamily
 from .json_files import GGUF_REMEDY, JsonObject
 from .linear_attention import read_delta_net_pairs
@@ -91,7 +92,9 @@ def _list_windowed_layers(family: FolderFamily, config: JsonObject) -> list[bool
     kinds = config.get_list_or_empty("layer_types") if rule not in ("", "all") else []
     if kinds:
         if len(kinds) < count or not {*map(str, kinds)} <= {"full_attention", "sliding_attention"}:
-            raise config.make_error(f"layer_types needs full_attention or sliding_attention for each of {count} layers")
+            raise config.make_error(
+                f"layer_types needs full_attention or sliding_attention for each of {format_count(count, 'layer')}"
+            )
         return [kind == "sliding_attention" for kind in kinds[:count]]
     if rule.startswith("of "):
         period = config.get_nonnegative_integer("sliding_window_pattern") or int(rule.removeprefix("of "))

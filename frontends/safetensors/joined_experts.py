@@ -14,6 +14,7 @@ from hashlib import sha256
 import numpy as np
 
 from ...graph.dtypes import DType
+from ...graph.validation import format_count
 from ...ops.quantisation import dequantise
 from ..gguf import Tensor
 from .derived_tensor import derive_tensor
@@ -74,7 +75,9 @@ def stack_experts(name: str, count: int, expert_by_number: Mapping[int, Tensor])
             f"{name} has no expert {missing[0]}, but expert {max(expert_by_number)}; need numbers from 0 to {count - 1}"
         )
     if len(experts) != count or any((e.shape, e.dtype) != (first.shape, first.dtype) for e in experts):
-        raise first.file.make_error(f"{name} has {len(experts)} experts; need {count} of equal shape and dtype")
+        raise first.file.make_error(
+            f"{name} has {format_count(len(experts), 'expert')}; need {count} of equal shape and dtype"
+        )
     origins = sha256(repr([e.cache_identity for e in experts]).encode()).hexdigest()
 
     def stack(_: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ...graph.dtypes import DType
 from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import format_count
 from ...ops.quantisation import dequantise
 from ..gguf import Tensor
 from .derived_tensor import derive_tensor
@@ -99,7 +100,9 @@ def read_delta_net_pairs(config: JsonObject) -> dict[str, Pair]:
         kinds.index("full_attention") + 1 if "full_attention" in kinds else 4
     )
     if kinds and (len(kinds) < layers or not {*map(str, kinds)} <= {"full_attention", "linear_attention"}):
-        raise config.make_error(f"layer_types needs full_attention or linear_attention for each of {layers} layers")
+        raise config.make_error(
+            f"layer_types needs full_attention or linear_attention for each of {format_count(layers, 'layer')}"
+        )
     is_recurrent = [kind == "linear_attention" for kind in kinds[:layers]]
     irregular: dict[str, Pair] = {}
     if is_recurrent and is_recurrent != [(i + 1) % interval != 0 for i in range(layers)]:
@@ -160,7 +163,9 @@ def convert_delta_net_tensor(config: JsonObject, name: str, tensor: Tensor) -> d
 
 def _require_length(tensor: Tensor, axis: int, length: int) -> None:
     if tensor.shape[axis] != length:
-        raise tensor.file.make_error(f"tensor {tensor.name} has the shape {list(tensor.shape)}; need {length} entries")
+        raise tensor.file.make_error(
+            f"tensor {tensor.name} has the shape {list(tensor.shape)}; need {format_count(length, 'entry', 'entries')}"
+        )
 
 
 def _negate_exponential(elements: np.ndarray) -> np.ndarray:

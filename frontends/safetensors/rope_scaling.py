@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...graph.dtypes import DType
+from ...graph.validation import format_count
 from ..gguf import Tensor
 from ..gguf.mapped_file import MappedFile
 from .derived_tensor import derive_tensor
@@ -206,7 +207,9 @@ def _read_divisors(rope: JsonObject, key: str, count: int) -> Sequence[float]:
     values = rope.get_list_or_empty(key)
     numbers = [float(v) for v in values if isinstance(v, int | float) and 1e-6 < v < 1e6 and not isinstance(v, bool)]
     if len(numbers) != len(values) or len(numbers) != count:
-        raise rope.make_error(f"{key} has {len(values)} entries; need {count} positive numbers")
+        raise rope.make_error(
+            f"{key} has {format_count(len(values), 'entry', 'entries')}; need {count} positive numbers"
+        )
     return numbers
 
 

@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 
 from ...graph.dtypes import DType
+from ...graph.validation import format_count
 from ..errors import ModelError
 from ..gguf import Tensor
 from ..gguf.mapped_file import LENGTH_FIELD, MappedFile, format_name_for_message, map_file
@@ -66,7 +67,8 @@ def read_shards(
             tensors[name] = tensor
     if missing := [name for name in weight_map if name not in tensors and not skipped.fullmatch(name)]:
         raise index.make_error(
-            f"tensor {format_name_for_message(missing[0])} is in no file; {len(missing)} tensors are missing"
+            f"tensor {format_name_for_message(missing[0])} is in no file; missing are "
+            f"{format_count(len(missing), 'tensor')}"
         )
     return tensors
 
@@ -85,7 +87,8 @@ def read_shard(
     length = int(LENGTH_FIELD.unpack_from(file.data, 0)[0])
     if length > min(MAX_HEADER_BYTES, file.size - LENGTH_FIELD.size):
         raise file.make_error(
-            f"announces a header of {length} bytes, but the file has {file.size} and at most {MAX_HEADER_BYTES} are "
+            f"announces a header of {format_count(length, 'byte')}, but the file has {file.size} and at most "
+            f"{MAX_HEADER_BYTES} are "
             "accepted"
         )
     start = LENGTH_FIELD.size + length

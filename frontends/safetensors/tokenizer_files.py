@@ -10,6 +10,7 @@ from base64 import b64decode
 from collections.abc import Mapping
 from pathlib import Path
 
+from ...graph.validation import format_count
 from ..errors import ModelError
 from ..gguf.mapped_file import format_name_for_message
 from ..gguf.tokenization.pretokenizers import PRE_TOKENIZERS
@@ -87,7 +88,8 @@ def _read_sentencepiece_pairs(
     model = read_sentencepiece_model(path)
     if len(model.texts) > vocabulary:
         raise ModelError(
-            f"{format_name_for_message(str(path))}: has {len(model.texts)} tokens, but the embedding has {vocabulary} "
+            f"{format_name_for_message(str(path))}: has {format_count(len(model.texts), 'token')}, but the "
+            f"embedding has {vocabulary} "
             "rows; download the folder again"
         )
     padding = range(len(model.texts), vocabulary)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...graph.validation import format_count
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer
 from ..inference.saved_state import read_state
@@ -185,7 +186,7 @@ class LogReplay:
                 line, f"the restore {_say_failure(logged)} in the log, and {_say_failure(failure)} now"
             )
         if count != record["tokens"]:
-            raise ReplayDifferenceError(line, f"{path} has {count} tokens; it had {record['tokens']}")
+            raise ReplayDifferenceError(line, f"{path} has {format_count(count, 'token')}; it had {record['tokens']}")
 
     def _repeat_step(self, line: int, record: Mapping[str, Any]) -> None:
         failure, logged = "", record.get("failure", "")

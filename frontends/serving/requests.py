@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ...graph.errors import HocketError
 from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import format_count
 from ..errors import ModelError, NonFiniteLogitError
 from ..generation.generate import GenerationParams
 
@@ -24,7 +25,8 @@ class ContextExceededError(HocketError):
 
     def __init__(self, prompt_tokens: int, context: int) -> None:
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens, but the context holds {context} with one more token; "
+            f"the prompt has {format_count(prompt_tokens, 'token')}, but the context holds {context} with one "
+            "more token; "
             "shorten the prompt or give a larger context=N"
         )
         self.prompt_tokens, self.context = prompt_tokens, context

@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+from ...graph.validation import format_count
 from ..errors import ModelError
 from ..inference.saved_state import SavedSessionState
 from .prefix_cache import PrefixCache
@@ -83,4 +84,7 @@ def _require_token_for_each_evaluated_position(state: SavedSessionState, path: s
     lengths, tokens = state.header.get("lengths"), state.header.get("tokens")
     match lengths, tokens:
         case [int(length)], [list(row)] if len(row) < length:
-            raise ModelError(f"{path}: has {len(row)} of {length} tokens, as after a context shift; save another talk")
+            raise ModelError(
+                f"{path}: has {len(row)} of {format_count(length, 'token')}, as after a context shift; save "
+                "another talk"
+            )

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ...graph.validation import format_count
 from ...scheduler import format_bytes
 from ..errors import ModelError
 from ..inference.decoding.device_tokens import TokenCandidates, TokenChoice
@@ -76,7 +77,8 @@ def require_slot_memory(like: Session, slots: int) -> None:
     count = max(1, available // max(1, slot_bytes))
     fitting = 1 << (count.bit_length() - 1)
     raise ModelError(
-        f"{slots} slots of {like.context} tokens need {format_bytes(needed)}, but the devices have "
+        f"{format_count(slots, 'slot')} of {format_count(like.context, 'token')} need {format_bytes(needed)}, "
+        "but the devices have "
         f"{format_bytes(available)}; use slots={fitting}, or a smaller context"
     )
 

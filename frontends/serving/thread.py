@@ -16,6 +16,7 @@ from ...distributed import RanksError
 from ...distributed.rank_calls import RankCalls
 from ...graph.errors import HocketError, StatesLostError
 from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import format_count
 from ..errors import ModelError
 from ..inference.model_digest import compute_model_digest
 from ..inference.saved_state import SavedSessionState
@@ -156,8 +157,8 @@ class EngineThread(ServedModel):
         window = self._pool.open_window_session(0, 1)
         chunk = window.plan(window.make_step(self._pool.batch, window.context))
         return (
-            f"decode, {session.sequences} sequences:\n{decode.explain()}\n\n"
-            f"prompt, {self._pool.batch} tokens of one sequence:\n{chunk.explain()}\n"
+            f"decode, {format_count(session.sequences, 'sequence')}:\n{decode.explain()}\n\n"
+            f"prompt, {format_count(self._pool.batch, 'token')} of one sequence:\n{chunk.explain()}\n"
         )
 
     # ------------------------------------------------------------------------------------------------- the engine

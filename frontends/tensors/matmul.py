@@ -10,6 +10,7 @@ import numpy as np
 
 from ... import ops
 from ...graph import Value
+from ...graph.validation import format_count
 from ..errors import ModelError
 from .arithmetic import add, apply_unary_op, as_float, compare, maximum, mul, rsqrt, scale_and_shift, sub, where
 from .reductions import reduce_max_min_or_prod, sum_over
@@ -32,7 +33,10 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     a, b = as_float(a), as_float(b)
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     if b.shape[-2] != k:
-        raise ModelError(f"a product of {list(a.shape)} and {list(b.shape)}: {k} columns meet {b.shape[-2]} rows")
+        raise ModelError(
+            f"a product of {list(a.shape)} and {list(b.shape)}: {format_count(k, 'column')} against "
+            f"{format_count(b.shape[-2], 'row')}"
+        )
     ahead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     if len(ahead) > 3:
         a, b = expand(a, (*ahead, m, k)), expand(b, (*ahead, k, n))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from ...graph.storage.disk_cache import cache_folder
+from ...graph.validation import format_count
 from ..errors import ModelError
 from ..generation.conversation import Conversation
 from .arguments import replace_arguments_by_flag_names
@@ -99,7 +100,8 @@ def _write_reply(conversation: Conversation, text: str) -> None:
     session = conversation.session
     if session.lengths[0] >= session.context and conversation.params.pinned_tokens is None:
         write_line_to_stderr(
-            f"(the context of {session.context} tokens is full, so the answer ends here; /reset forgets what was said, "
+            f"(the context of {format_count(session.context, 'token')} is full, so the answer ends here; /reset "
+            "forgets what was said, "
             "/shift its older half only, from now on)"
         )
 
@@ -151,7 +153,7 @@ def _save_or_load_conversation(
         return True
     try:
         transfer(path)
-        write_line_to_stderr(f"{path}: {len(conversation.messages)} messages {messages}")
+        write_line_to_stderr(f"{path}: {format_count(len(conversation.messages), 'message')} {messages}")
     except OSError as why:
         write_line_to_stderr(f"{path}: {why.strerror or why}")
     except ModelError as why:
@@ -170,7 +172,7 @@ def _show_stats(conversation: Conversation, argument: str) -> bool:
     """show the token counts and the rates so far"""
     session = conversation.session
     write_to_stdout_unless_closed(
-        f"{conversation.timing}; {session.lengths[0]} of {session.context} tokens of context in use\n"
+        f"{conversation.timing}; {session.lengths[0]} of {format_count(session.context, 'token')} of context in use\n"
     )
     return True
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from ...graph import Graph
+from ...graph.validation import format_count
 from ..errors import ModelError
 from ..tensors.call_signature import ProgramArgument, ProgramResult
 from ..tensors.tensor import limit_shape_to_max_rank
@@ -101,7 +102,7 @@ class Program:
             ModelError: An argument has another dtype, shape or constant value than in the export.
         """
         if len(flat) != len(self.arguments):
-            raise ModelError(f"got {len(flat)} arguments; the program takes {len(self.arguments)}")
+            raise ModelError(f"got {format_count(len(flat), 'argument')}; the program takes {len(self.arguments)}")
         arrays = {}
         for number, argument in self._arguments_copied_to_inputs:
             value = flat[number]

@@ -10,7 +10,7 @@ import numpy as np
 from ...graph.dtypes import DType
 from ...graph.errors import GraphError
 from ...graph.node import Value
-from ...graph.validation import validate_arguments
+from ...graph.validation import format_count, validate_arguments
 from ..elementwise.binary import add, cast
 from ..matrix.matmul import mul_mat
 from ..movement.arrange import pad
@@ -194,7 +194,10 @@ def add_windows(
     """
     settings = WindowSettings.with_defaults(size, stride, dilation, left, right)
     if len(x.shape) != 4:
-        raise GraphError(f"add_windows: x has {len(x.shape)} axes; it needs images, windows, channels and entries")
+        raise GraphError(
+            f"add_windows: x has {format_count(len(x.shape), 'axis', 'axes')}; it needs images, windows, "
+            "channels and entries"
+        )
     n, number, c, taps = x.shape
     counts = settings.count("add_windows", (n, c, *shape))
     if (number, taps) != (prod(counts), prod(settings.size)):

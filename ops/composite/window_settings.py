@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ...graph.errors import GraphError
 from ...graph.node import Node, Value, constant
-from ...graph.validation import instance_of, integer_between, list_of
+from ...graph.validation import format_count, instance_of, integer_between, list_of
 from ..declaration.signature import SignatureMismatch
 from ..movement.sliding_windows import count_windows, windows
 
@@ -54,7 +54,10 @@ class WindowSettings:
         """
         for name, entries in (("stride", stride), ("dilation", dilation), ("left", left), ("right", right)):
             if len(entries) not in (0, len(size)):
-                raise GraphError(f"windows: {name} has {len(entries)} entries; need one for each of {len(size)} axes")
+                raise GraphError(
+                    f"windows: {name} has {format_count(len(entries), 'entry', 'entries')}; need one for each "
+                    f"of {format_count(len(size), 'axis', 'axes')}"
+                )
         ones, zeros = (1,) * len(size), (0,) * len(size)
         return cls(
             tuple(size),

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...graph.attrs import Attr, Attrs
 from ...graph.lazy_dataclass import dataclass
-from ...graph.validation import describe_exception
+from ...graph.validation import describe_exception, format_count
 from .broadcasting import tile_to_shape
 from .expression import Expression, format_formula, trace
 from .numpy_functions import NUMPY_FUNCTIONS, Array
@@ -86,7 +86,8 @@ class ScalarLanguageDeclaration:
         first, result = signature.operands[0], signature.results[0]
         if self.arrange is None and len(signature.operands) != len(self.operand_names):
             raise SignatureMismatch(
-                f"the signature has {len(signature.operands)} operands, the function has {len(self.operand_names)}"
+                f"the signature has {format_count(len(signature.operands), 'operand')}, the function has "
+                f"{len(self.operand_names)}"
             )
         is_number = self.trace(
             present if self.arrange is None else [True] * len(self.operand_names), attributes

@@ -17,7 +17,7 @@ from ...graph.errors import GraphError
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...graph.spec import Spec, check_spec
-from ...graph.validation import did_you_mean, format_value, validate_constructor
+from ...graph.validation import did_you_mean, format_count, format_value, validate_constructor
 from .attributes import normalise_attribute
 from .axis_links import AxisLink
 from .call_signature import build_call_signature, format_untyped_signature, read_attributes, returns_scalar
@@ -219,7 +219,7 @@ class Op(Generic[R]):
         attrs = dict(items)
         signature = self.signature_for(attrs)
         if len(specs) > len(signature.operands):
-            raise SignatureMismatch(f"takes {len(signature.operands)} operands, got {len(specs)}")
+            raise SignatureMismatch(f"takes {format_count(len(signature.operands), 'operand')}, got {len(specs)}")
         specs = _pad_operands(specs, len(signature.operands))
         sizes = self.resolve_sizes(specs, attrs)
         if self.check and (why := self.check(**{**attrs, **sizes.by_name})):

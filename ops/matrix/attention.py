@@ -10,6 +10,7 @@ from ...graph.attrs import Attr, Attrs
 from ...graph.dtypes import CACHE_DTYPES
 from ...graph.node import Node
 from ...graph.spec import Spec
+from ...graph.validation import format_count
 from ..declaration.attributes import float_attribute
 from ..declaration.broadcasting import tile_to_shape
 from ..declaration.op import Array, op
@@ -77,10 +78,13 @@ def _check_attention(
     **_: object,
 ) -> str | None:
     if blocks is not None and s > BLOCK_KEYS * blocks:
-        return f"mask has {s} keys, but {blocks} blocks of the table have {BLOCK_KEYS * blocks}"
+        return (
+            f"mask has {format_count(s, 'key')}, but {format_count(blocks, 'block')} of the table have "
+            f"{BLOCK_KEYS * blocks}"
+        )
     heads = kv_heads * query_heads
     if m is not None and (heads % m if m else heads):
-        return f"mask has {m} heads, which do not divide the {heads} of q"
+        return f"mask has {format_count(m, 'head')}, which do not divide the {heads} of q"
     for name, value in (("softcap", softcap), ("max_bias", max_bias)):
         if value and not 1e-30 <= value <= 1e30:  # float32 cannot hold its quotients
             return f"{name} is {value}; it must be 0, or a number from 1e-30 to 1e30"

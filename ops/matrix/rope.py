@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from ...graph.attrs import Attrs
+from ...graph.validation import format_count
 from ..declaration.attributes import float_attribute
 from ..declaration.op import Array, op
 from ..declaration.samples import LegalRange, expand_template
@@ -41,7 +42,7 @@ def _check_rope(
         return "original_context must be positive where ext_factor mixes angles (YaRN)"
     count = n_dims if mode == "vision" else n_dims // 2
     if f is not None and f < count:
-        return f"factors has {f} entries; there are {count} pairs"
+        return f"factors has {format_count(f, 'entry', 'entries')}; there are {count} pairs"
     return None
 
 

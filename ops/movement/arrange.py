@@ -8,6 +8,7 @@ import numpy as np
 
 from ...graph.attrs import Attrs
 from ...graph.spec import Spec
+from ...graph.validation import format_count
 from ..declaration import scalar
 from ..declaration.axis_links import AxisLink, link_first_operand_axes_to_result
 from ..declaration.broadcasting import tile_to_shape
@@ -28,7 +29,8 @@ def _require_integer_per_axis(attrs: Attrs, name: str, spec: Spec) -> tuple[int,
     values = integers_attribute(attrs, name)
     if len(values) != len(spec.shape):
         raise SignatureMismatch(
-            f"{name} has {len(values)} entries; it needs one for each of the {len(spec.shape)} axes of {spec}"
+            f"{name} has {format_count(len(values), 'entry', 'entries')}; it needs one for each of the "
+            f"{format_count(len(spec.shape), 'axis', 'axes')} of {spec}"
         )
     return values
 
@@ -159,7 +161,10 @@ def pad(x: Array, *, left: tuple[int, ...], right: tuple[int, ...], circular: bo
     check=lambda n, left, right, **_: (
         None
         if min(left, right) >= 0 and max(left, right) < n
-        else f"left {left} and right {right} must be from 0 to {n - 1}, as rows hold {n} entries"
+        else (
+            f"left {left} and right {right} must be from 0 to {n - 1}, as rows hold "
+            f"{format_count(n, 'entry', 'entries')}"
+        )
     ),
     samples=(
         *expand_template(

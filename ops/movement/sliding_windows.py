@@ -10,6 +10,7 @@ import numpy as np
 
 from ...graph.attrs import Attr, Attrs
 from ...graph.spec import Spec
+from ...graph.validation import format_count
 from ..declaration.axis_links import AxisLink, link_first_operand_axes_to_result
 from ..declaration.op import Array, OperandSpecs, op
 from ..declaration.samples import expand_template
@@ -35,7 +36,9 @@ def count_windows(shape: tuple[int, ...], attrs: Mapping[str, Attr]) -> tuple[in
             "size, stride, dilation, left and right need an entry for each axis that windows slide over"
         )
     if len(shape) != 2 + len(size):
-        raise SignatureMismatch(f"x has {len(shape)} axes; it needs 2 and the {len(size)} that windows slide over")
+        raise SignatureMismatch(
+            f"x has {format_count(len(shape), 'axis', 'axes')}; it needs 2 and the {len(size)} that windows slide over"
+        )
     if min((*size, *stride, *dilation)) < 1 or min((*left, *right)) < 0:
         raise SignatureMismatch("size, stride and dilation must be at least 1, left and right at least 0")
     spans = [d * (k - 1) + 1 for k, d in zip(size, dilation, strict=True)]

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...graph.attrs import Attr, Attrs
 from ...graph.spec import Spec
+from ...graph.validation import format_count
 from ..declaration.axis_links import AxisLink, link_first_operand_axes_to_result, link_reshaped_axes
 from ..declaration.op import Array, OperandSpecs, op
 from ..declaration.samples import expand_template
@@ -19,7 +20,9 @@ from ..declaration.signature import SignatureMismatch
 def _infer_reshape(specs: OperandSpecs, attrs: Attrs) -> Spec:
     spec, shape = first_spec(specs), integers_attribute(attrs, "shape")
     if math.prod(shape) != spec.size:
-        raise SignatureMismatch(f"shape {list(shape)} holds {math.prod(shape)} elements, x holds {spec.size}")
+        raise SignatureMismatch(
+            f"shape {list(shape)} holds {format_count(math.prod(shape), 'element')}, x holds {spec.size}"
+        )
     return Spec(shape, spec.dtype)
 
 
@@ -46,7 +49,9 @@ def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
 def _infer_permute(specs: OperandSpecs, attrs: Attrs) -> Spec:
     spec, axes = first_spec(specs), integers_attribute(attrs, "axes")
     if sorted(axes) != list(range(len(spec.shape))):
-        raise SignatureMismatch(f"axes {list(axes)} are no permutation of the {len(spec.shape)} axes of {spec}")
+        raise SignatureMismatch(
+            f"axes {list(axes)} are no permutation of the {format_count(len(spec.shape), 'axis', 'axes')} of {spec}"
+        )
     return Spec(tuple(spec.shape[a] for a in axes), spec.dtype)
 
 
@@ -94,7 +99,8 @@ def _infer_slice(specs: OperandSpecs, attrs: Attrs) -> Spec:
     )
     if not 0 <= start <= stop <= spec.shape[axis]:
         raise SignatureMismatch(
-            f"start {start} to stop {stop} does not lie within the {spec.shape[axis]} entries of axis {axis}"
+            f"start {start} to stop {stop} does not lie within the "
+            f"{format_count(spec.shape[axis], 'entry', 'entries')} of axis {axis}"
         )
     if spec.dtype.is_quantised and axis == len(spec.shape) - 1 and start % spec.dtype.block:
         raise SignatureMismatch(

@@ -16,6 +16,7 @@ import numpy as np
 
 from ...graph.attrs import Attr, Attrs
 from ...graph.spec import Spec
+from ...graph.validation import format_count
 from ..declaration.op import Array
 from ..declaration.samples import LegalRange
 from ..declaration.signature import SignatureMismatch
@@ -95,7 +96,7 @@ def check_snapshot_count(snapshots: int, saved: int | None = None, **_: object) 
     if snapshots < 1:
         return f"snapshots is {snapshots}; it must be at least 1"
     if saved is not None and saved != snapshots:
-        return f"slots_out has {saved} rows for a sequence; snapshots is {snapshots}"
+        return f"slots_out has {format_count(saved, 'row')} for a sequence; snapshots is {snapshots}"
     return None
 
 

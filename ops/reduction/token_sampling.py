@@ -11,6 +11,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from ...graph.validation import format_count
 from ..declaration.op import Array, op
 from ..declaration.samples import LegalRange, expand_template
 
@@ -95,9 +96,9 @@ def _sample_row(logits: Array, ids: Array, limit: int, numbers: Array, bias: Arr
 
 def _check_sizes(n: int, s: int, m: int = 0, **_: object) -> str | None:
     if s != len(SAMPLING_NUMBERS):
-        return f"numbers has {s} entries; it must have {len(SAMPLING_NUMBERS)}"
+        return f"numbers has {format_count(s, 'entry', 'entries')}; it must have {len(SAMPLING_NUMBERS)}"
     return (
-        f"there are {n} candidates and changes of {m}; need at least 1 candidate, and no more changes"
+        f"there are {format_count(n, 'candidate')} and changes of {m}; need at least 1 candidate, and no more changes"
         * (not n or m > n)
         or None
     )
@@ -159,7 +160,11 @@ def sample_token(
 
 @op(
     "x[..., *v], bits[..., *w]: i32 -> [..., v]",
-    check=lambda v, w, **_: f"bits has {w} words for {v} entries; need {-(-v // 32)}" if w != -(-v // 32) else None,
+    check=lambda v, w, **_: (
+        f"bits has {format_count(w, 'word')} for {format_count(v, 'entry', 'entries')}; need {-(-v // 32)}"
+        if w != -(-v // 32)
+        else None
+    ),
     inplace="x",
     ranges={"bits": LegalRange(-(2**31), 2**31 - 1)},
     samples=(

@@ -20,6 +20,7 @@ from ...graph.validation import (
     NONE,
     TEXT,
     ArgumentKind,
+    format_count,
     instance_of,
     integer_between,
     list_of,
@@ -296,7 +297,7 @@ class Plan:
     def __repr__(self) -> str:
         devices = ", ".join(str(device_plan.device) for device_plan in self.device_plans)
         needed = format_bytes(sum(self.count_memory_bytes_by_kind().values()))
-        return f"Plan({len(self.graph.nodes)} nodes on {devices}, {needed})"
+        return f"Plan({format_count(len(self.graph.nodes), 'node')} on {devices}, {needed})"
 
     @blame_illegal_record
     def __str__(self) -> str:

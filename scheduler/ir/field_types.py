@@ -17,7 +17,7 @@ from ...backends.base import BACKEND_KIND, Backend
 from ...graph.attrs import ATTRS_KIND
 from ...graph.graph import Graph
 from ...graph.repeated_runs import ShortenedGraph
-from ...graph.validation import BOOL, NONE, TEXT, ArgumentKind, format_value, instance_of
+from ...graph.validation import BOOL, NONE, TEXT, ArgumentKind, format_count, format_value, instance_of
 
 MAX_INTEGER = 2**63 - 1
 
@@ -127,7 +127,7 @@ def _make_union_check(options: list[FieldCheck]) -> FieldCheck:
 def _make_fixed_tuple_check(entries: list[FieldCheck]) -> FieldCheck:
     def check(value: Any, seen: set[int]) -> FieldFault | None:
         if not isinstance(value, tuple) or len(value) != len(entries):
-            return FieldFault("", "", value, f"a tuple of {len(entries)} entries")
+            return FieldFault("", "", value, f"a tuple of {format_count(len(entries), 'entry', 'entries')}")
         for number, (entry, item) in enumerate(zip(entries, value, strict=True)):
             if fault := entry(item, seen):
                 return fault._replace(path=f"[{number}]{fault.path}")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import format_count
 
 IndexRange: TypeAlias = tuple[int, int]
 """Offset and length of a range of indices along one axis."""
@@ -81,7 +82,7 @@ def find_layout_error(shape: Sequence[int], layout: Layout, count: int) -> str:
         return f"its layout names a device that is none of {count}"
     if isinstance(layout, Shard):
         if len(layout.index_ranges) != count:
-            return f"its layout is for {len(layout.index_ranges)} devices, and {count} are there"
+            return f"its layout is for {format_count(len(layout.index_ranges), 'device')}, and {count} are there"
         size = shape[layout.axis] if 0 <= layout.axis < len(shape) else -1
         if any(start < 0 or n < 0 or start + n > size for runs in layout.index_ranges for start, n in runs):
             return "its layout is a layout of another shape"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...graph.errors import PlanError
-from ...graph.validation import integer_between, validate_arguments
+from ...graph.validation import format_count, integer_between, validate_arguments
 from ..costs.timeline import compute_device_end_seconds
 from ..ir.execution_plan import PLAN_KIND, Plan
 from ..ir.pipeline_actions import PipelineAction, PipelineOrder
@@ -47,7 +47,7 @@ def build_pipelined_action_order(plans: Sequence[Plan]) -> PipelineOrder:
         [[device_plan.program for device_plan in plan.device_plans] for plan in plans], order
     ):
         devices = ", ".join(str(device_plan.device) for device_plan in plans[0].device_plans)
-        raise PlanError(f"plan for {devices}, {len(plans)} runs: {why}")
+        raise PlanError(f"plan for {devices}, {format_count(len(plans), 'run')}: {why}")
     return order
 
 
@@ -91,7 +91,11 @@ def format_stage_count(stages: int, devices: int) -> str:
         stages: The number of pipeline stages.
         devices: The number of all devices.
     """
-    return f"{stages} devices" if stages == devices else f"{stages} teams of {devices // stages} devices"
+    return (
+        format_count(stages, "device")
+        if stages == devices
+        else f"{stages} teams of {format_count(devices // stages, 'device')}"
+    )
 
 
 def estimate_run_interval(plan: Plan, runs_in_progress: int) -> float:

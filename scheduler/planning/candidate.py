@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ...graph.errors import GraphError, PlanError
+from ...graph.validation import format_count
 from ..ir.execution_plan import Plan
 from ..ir.formatting import format_bytes, format_seconds
 from ..ir.illegal_records import IllegalRecordError
@@ -170,7 +171,7 @@ class Candidate:
         """Describe the candidate in one phrase: kind, device count, seconds and bytes."""
         about = "" if self.plan is not None else "about "
         short = f", {format_bytes(int(self.missing_bytes))} short" if self.missing_bytes else ""
-        devices = f"{self.device_count} device{'s' if self.device_count > 1 else ''}"
+        devices = format_count(self.device_count, "device")
         stored_text = format_bytes(int(self.stored_bytes))
         kind = f"{self.kind} ({self.pipeline_description})" if self.pipeline_description else self.kind
         return f"{kind}, on {devices}: {about}{format_seconds(self.seconds)}, {stored_text} held in all{short}"
@@ -221,7 +222,9 @@ def choose_plan_with_fewest_missing_bytes(
             raise  # the planner built the record, so hocket is at fault
         except (PlanError, GraphError) as why:
             left.remove(best)
-            unbuilt.append(f"left aside: {best.kind}, on {best.device_count} devices; it cannot be built: {why}")
+            unbuilt.append(
+                f"left aside: {best.kind}, on {format_count(best.device_count, 'device')}; it cannot be built: {why}"
+            )
             continue
         if best.seconds > 0:
             off = built_candidate.seconds / best.seconds * (best.correction_factor or 1.0)
@@ -250,7 +253,7 @@ def choose_plan_with_fewest_missing_bytes(
         ),
     ]
     notes += (
-        [f"left aside: {len(others) - len(listed_candidates)} similar candidates"]
+        [f"left aside: {format_count(len(others) - len(listed_candidates), 'similar candidate')}"]
         if len(others) > len(listed_candidates)
         else []
     )
@@ -286,7 +289,7 @@ def _explain_rejection(other: Candidate, best: Candidate) -> str:
     gain = 1 - other.seconds / best.seconds if best.seconds else 0.0
     if gain < 0:
         return f"{-gain:.1%} slower"
-    dear = [f"{other.device_count} devices"] if other.device_count > best.device_count else []
+    dear = [format_count(other.device_count, "device")] if other.device_count > best.device_count else []
     dear += (
         [f"{format_bytes(int(other.stored_bytes - best.stored_bytes))} more"]
         if other.stored_bytes > best.stored_bytes

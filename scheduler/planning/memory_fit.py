@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...backends.base import Device
 from ...graph.errors import PlanError
-from ...graph.validation import NONE, integer_between, validate_arguments
+from ...graph.validation import NONE, format_count, integer_between, validate_arguments
 from ..ir.execution_plan import PLAN_KIND, Plan
 from ..ir.formatting import format_bytes
 from ..ir.layout import Local, Shard
@@ -93,7 +93,7 @@ def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | 
         for kind in worst.device_plans[0].count_memory_bytes_by_kind()
     }
     bytes_by_kind = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in parts.items() if n)
-    others = f" (and {len(short) - 1} more devices)" if len(short) > 1 else ""
+    others = f" (and {format_count(len(short) - 1, 'more device')})" if len(short) > 1 else ""
     remedies = [
         r
         for r in (
@@ -147,7 +147,7 @@ def _suggest_larger_device_count(pool: MemoryPool, plan: Plan) -> str | None:
     if room <= 0 or (count := math.ceil(shared / room * 1.02)) <= len(plan.device_plans):
         return None
     mode = "" if _has_leaves_not_on_all_devices(plan) else " with split_mode='tensor'"
-    return f"use {count} such devices{mode}"
+    return f"use {format_count(count, 'such device')}{mode}"
 
 
 def _suggest_other_split_mode(pool: MemoryPool, plan: Plan) -> str | None:

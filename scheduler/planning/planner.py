@@ -23,6 +23,7 @@ from ...graph.validation import (
     MAX_MESSAGE_CHARACTERS,
     NONE,
     TEXT,
+    format_count,
     format_value,
     instance_of,
     list_of,
@@ -173,7 +174,7 @@ def _select_devices_of_earlier_plan(like: Plan, graph: Graph, group: Devices) ->
         group = [pair for pair, name in zip(group, names, strict=True) if name not in like.unused_devices]
         if [str(device) for _, device in group] != taken:
             raise PlanError(
-                f"like: it is a plan for {len(taken)} devices, and {len(names)} are given; "
+                f"like: it is a plan for {format_count(len(taken), 'device')}, and {len(names)} are given; "
                 f"give {', '.join(taken):.{2 * MAX_MESSAGE_CHARACTERS}}"
             )
     stored = {v.node.name: v for v in (*like.graph.weights, *like.graph.states)}
@@ -208,6 +209,8 @@ def _pad_tensor_split_with_zeros(tensor_split: Sequence[float], devices: int) ->
         return [1.0] * devices
     if len(tensor_split) > devices or any(s < 0 for s in tensor_split) or not sum(tensor_split):
         split_text = ",".join(f"{s:g}" for s in tensor_split)
-        raise PlanError(f"tensor_split='{split_text}': need at most {devices} shares, none negative, one above zero")
+        raise PlanError(
+            f"tensor_split='{split_text}': need at most {format_count(devices, 'share')}, none negative, one above zero"
+        )
     shares = (share.item() if isinstance(share, np.generic) else share for share in tensor_split)
     return [*shares, *[0.0] * (devices - len(tensor_split))]

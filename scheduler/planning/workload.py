@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
-from ...graph.validation import CALLABLE, NONE, instance_of, integer_between, list_of, validate_constructor
+from ...graph.validation import (
+    CALLABLE,
+    NONE,
+    format_count,
+    instance_of,
+    integer_between,
+    list_of,
+    validate_constructor,
+)
 from ..costs.hardware import Hardware
 from ..ir.execution_plan import Plan
 from ..pipelining.stage_times import MIN_PIPELINE_SPEEDUP, count_pipeline_stages, estimate_pipeline_speedup
@@ -55,8 +63,8 @@ class Workload:
 
     def __str__(self) -> str:
         """Describe the workload: ``16 sequences, each of a prompt of 512 tokens and 128 steps``."""
-        prompt = f"a prompt of {self.prompt_tokens} tokens" if self.prompt_tokens else ""
-        steps = f"{self.new_tokens} step{'s' if self.new_tokens > 1 else ''}" if self.new_tokens else ""
+        prompt = f"a prompt of {format_count(self.prompt_tokens, 'token')}" if self.prompt_tokens else ""
+        steps = format_count(self.new_tokens, "step") if self.new_tokens else ""
         each = " and ".join(filter(None, (prompt, steps)))
         return f"{self.sequence_count} sequences, each of {each}" if self.sequence_count > 1 else each
 
@@ -86,7 +94,7 @@ class Workload:
         micro_batches = len(choice.batch_sizes)
         read, parts = self._estimate_prefill_seconds_and_chunk_count(plan_of) if self.prompt_tokens else (0.0, 1)
         how = [f"in {micro_batches} micro-batches"] if micro_batches > 1 else []
-        how += [f"prompts in {parts} parts"] if parts > 1 else []
+        how += [f"prompts in {format_count(parts, 'part')}"] if parts > 1 else []
         return self.new_tokens * choice.step_seconds + self.sequence_count * read, ", ".join(how)
 
     def _estimate_prefill_seconds_and_chunk_count(self, plan_of: PlanForRun) -> tuple[float, int]:

@@ -11,6 +11,7 @@ from ...graph.attrs import quote_node_name
 from ...graph.graph import assign_names
 from ...graph.layer_folding import find_adjacent_repetitions
 from ...graph.node import Node, Value
+from ...graph.validation import format_count
 from ...ops import REGISTRY
 from ...ops.collectives import find_collective_sequence_number
 from ...ops.registry import find_view_base
@@ -60,7 +61,8 @@ def format_summary(plan: Plan) -> str:
     if len(plan.device_plans) > 1 and len(plan.timeline) == 1 and not _has_sharded_or_local_values(plan):
         idle += f"each of {len(plan.device_plans)} devices does all; "
     return (
-        f"{idle}{len(plan.graph.nodes)} nodes, {views} of them views; {longest} steps on {where}{simulated}; "
+        f"{idle}{format_count(len(plan.graph.nodes), 'node')}, {views} of them views; "
+        f"{format_count(longest, 'step')} on {where}{simulated}; "
         f"{collectives}; {plan.flops() / 1e6:.1f} MFLOP; {format_seconds(plan.cost.total)} a run estimated, "
         f"{format_seconds(plan.cost.collectives)} of it in collectives; speeds: {plan.hardware.source}"
     )
@@ -93,7 +95,8 @@ def format_sharded_time_line(plan: Plan) -> list[str]:
     if not plan.sharded_factors:
         return []
     return [
-        f"with all that the programs copy: {format_seconds(plan.cost.total)}, {plan.cost.collective_count} collectives"
+        f"with all that the programs copy: {format_seconds(plan.cost.total)}, "
+        f"{format_count(plan.cost.collective_count, 'collective')}"
     ]
 
 
@@ -105,7 +108,7 @@ def format_pinned_node_lines(plan: Plan) -> list[str]:
         node_range = (
             first if not others else f"{first}, {others[0]}" if len(others) == 1 else f"{first} to {others[-1]}"
         )
-        count = f"{len(placed.nodes)} node{'s' if others else ''}"
+        count = format_count(len(placed.nodes), "node")
         lines.append(f"{plan.device_plans[placed.device].device} alone runs {count} ({node_range}): {placed.because}")
     return lines
 

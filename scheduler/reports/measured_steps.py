@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from ...graph.errors import PlanError
+from ...graph.validation import format_count
 from ..ir.execution_plan import Plan
 from ..runtime.trace import Trace
 from .perfetto_trace import (
@@ -102,7 +103,10 @@ def _match_trace_with_plan(plan: Plan, document: Mapping[str, Any]) -> MeasuredP
         raise PlanError(f"is a trace in the format {about['format']!s:.40}; this version reads {TRACE_FORMAT}")
     known = [_compute_equal_shape_instruction_share(plan, other["steps"]) for other in about["plans"]]
     if not any(known):
-        raise PlanError(f"none of its {len(known)} plans has the steps of this one; trace the same devices and split")
+        raise PlanError(
+            f"none of its {format_count(len(known), 'plan')} has the steps of this one; trace the same devices "
+            "and split"
+        )
     number = known.index(best := max(known))
     events = [e for e in document["traceEvents"] if e["ph"] == "X" and e["args"]["plan"] == number]
     runs = [_read_event_microseconds(e) for e in events if e["cat"] == "run"]

@@ -20,6 +20,7 @@ from ...backends.capabilities import GeneratesFusedKernels, ProgramFusion
 from ...graph.attrs import format_attribute, quote_node_name
 from ...graph.graph import Graph, assign_names, format_graph
 from ...graph.node import Node, Value
+from ...graph.validation import format_count
 from ...ops import REGISTRY
 from ..ir.execution_plan import Plan
 from ..ir.formatting import format_bytes, format_table
@@ -287,7 +288,7 @@ def format_program(program: Program) -> str:
         for end, found in ends
         for name, t in found.items()
     ]
-    return "\n".join([f"{len(program.instructions)} steps", *format_table(rows, "rllll")])
+    return "\n".join([format_count(len(program.instructions), "step"), *format_table(rows, "rllll")])
 
 
 def _format_tensor_spec_and_location(tensor: Tensor, places: Sequence[str]) -> str:
@@ -339,7 +340,10 @@ def format_fusion(program: Program, fusion: ProgramFusion) -> str:
         rows.append((numbers, " ".join(i.op for i in steps), str(list(kernel.shape)), results, saved))
     together = sum(len(kernel.instruction_numbers) for kernel in kernels)
     saved = format_bytes(sum(kernel.saved_bytes for kernel in kernels))
-    head = f"{len(kernels)} fused kernels for {together} of {len(program.instructions)} steps, {saved} not moved"
+    head = (
+        f"{format_count(len(kernels), 'fused kernel')} for {together} of "
+        f"{format_count(len(program.instructions), 'step')}, {saved} not moved"
+    )
     table = format_table(rows, "llllr") if kernels else []
     hooked = _format_hooked_kernels(program, fusion) if fusion.hooked else []
     matmuls = sum(len(joined) - 1 for joined in fusion.joined)
@@ -357,7 +361,11 @@ def _format_hooked_kernels(program: Program, fusion: ProgramFusion) -> list[str]
         columns = "any" if hooked.panel_columns == 1 else f"multiples of {hooked.panel_columns}"
         rows.append((numbers, f"{body.op} {body.node}", ops, str(list(body.dst[0].shape)), columns))
     count = sum(len(stage) for hooked in fusion.hooked for stage in hooked.stages[1:])
-    return ["", f"{len(fusion.hooked)} kernels with hooks for {count} steps", *format_table(rows, "lllll")]
+    return [
+        "",
+        f"{format_count(len(fusion.hooked), 'kernel')} with hooks for {format_count(count, 'step')}",
+        *format_table(rows, "lllll"),
+    ]
 
 
 def _format_fused_kernels(plan: Plan) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ...graph.attrs import quote_node_name
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
+from ...graph.validation import format_count
 from ..ir.execution_plan import Plan
 from ..ir.formatting import format_bytes, format_devices, format_seconds
 from ..ir.layout import Local, Shard, compute_local_shape
@@ -80,7 +81,12 @@ class WeightBalance:
         ]
         if rest:
             count, nbytes = sum(len(cause.weights) for cause in rest), sum(cause.nbytes for cause in rest)
-            rows.append((sum(cause.excess_bytes for cause in rest), f"{count} other weights ({format_bytes(nbytes)})"))
+            rows.append(
+                (
+                    sum(cause.excess_bytes for cause in rest),
+                    f"{format_count(count, 'other weight')} ({format_bytes(nbytes)})",
+                )
+            )
         sized = [("-" if over < 0 else "+") + format_bytes(abs(over)) for over, _ in rows]
         width = max(map(len, sized), default=0)
         cause_lines = (f"  {size:>{width}}  {text}" for size, (_, text) in zip(sized, rows, strict=True))
@@ -210,7 +216,10 @@ class _ImbalanceReasons:
             word = self.factors.format_signature_name_of_factor(factor) or "pieces"
             size, lengths = factor.size, [n * factor.size // size for n in lengths]
         counts = [str(n) for n in lengths]
-        return f"axis {layout.axis}, {size} {word} on {len(counts)} devices: {', '.join(counts[:-1])} and {counts[-1]}"
+        return (
+            f"axis {layout.axis}, {size} {word} on {format_count(len(counts), 'device')}: "
+            f"{', '.join(counts[:-1])} and {counts[-1]}"
+        )
 
     def _describe_shard_dtype(self, name: str, layout: Shard) -> str:
         """Return a phrase such as ``, stored as f32`` if a shard is stored in another dtype than the whole weight."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ...backends.base import Comm
 from ...graph.errors import PlanError
+from ...graph.validation import format_count
 from ..ir.execution_plan import Plan
 from ..lowering.device_plan import find_collective_group_of_each_device
 from .communicators import SingleDeviceComm, make_local_communicator_group
@@ -69,7 +70,7 @@ class SimulatedRunResult:
         for device, track in enumerate(self.events_by_device):
             waited = sum(s.idle_seconds for s in track)
             lines.append(
-                f"  {device}: {len(track)} steps, busy {self.compute_busy_share(device):.0%}, "
+                f"  {device}: {format_count(len(track), 'step')}, busy {self.compute_busy_share(device):.0%}, "
                 f"waited {waited * 1e6:.1f} us, {self.peak_bytes[device]} bytes"
             )
         return "\n".join(lines)

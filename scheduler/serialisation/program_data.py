@@ -11,6 +11,7 @@ from ...backends.base import BufferSpec, Instruction, Program, Tensor
 from ...graph.dtypes import DTYPE_BY_NAME
 from ...graph.graph import Graph
 from ...graph.spec import Spec, make_spec
+from ...graph.validation import format_count
 from ...ops import REGISTRY
 from ..ir.layout import PARTIAL, REPLICATE, Layout, Local, Shard
 
@@ -115,7 +116,9 @@ def _optional_tensor_from_data(value: Any) -> Tensor | None:
 def _tensor_from_data(value: Any) -> Tensor:
     buffer, offset, shape, strides, dtype = value
     if len(shape) != len(strides):
-        raise ValueError(f"a tensor has {len(shape)} axes but {len(strides)} strides")
+        raise ValueError(
+            f"a tensor has {format_count(len(shape), 'axis', 'axes')} but {format_count(len(strides), 'stride')}"
+        )
     return Tensor(
         require_nonnegative_integer(buffer),
         require_nonnegative_integer(offset),

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from ...backends.base import Program, Tensor
 from ...backends.capabilities import FusedExpression, GeneratesFusedKernels, ProgramFusion
 from ...graph.errors import PlanError
+from ...graph.validation import format_count
 from ...ops.collectives import COLLECTIVES
 from .fused_terms import SymbolicTerms, merge_tensor_axes
 from .hooked_kernels import find_hook_faults, split_hooked_kernels
@@ -38,7 +39,7 @@ from .run_contents import UnfusedRunContents
 def verify_fused_kernels(program: Program, backend: GeneratesFusedKernels) -> None:
     """Verify the fused kernels that a backend generates for a program; raise `PlanError` with the first fault."""
     for why in find_fusion_faults(program, backend.describe_fusion(program)):
-        raise PlanError(f"program of {len(program.instructions)} steps: {why}")
+        raise PlanError(f"program of {format_count(len(program.instructions), 'step')}: {why}")
 
 
 def find_fusion_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]:
@@ -80,7 +81,7 @@ def _find_missing_or_reordered_instruction_faults(program: Program, fusion: Prog
         if numbers not in groups:
             yield f"order: the instructions {numbers} have a kernel, but do not run together"
         if kernels > 1:
-            yield f"order: the instructions {numbers} have {kernels} kernels"
+            yield f"order: the instructions {numbers} have {format_count(kernels, 'kernel')}"
         if [*numbers] != sorted(numbers):
             yield f"order: the instructions {numbers} of a kernel are not ascending"
     run = [n for group in fusion.order for n in group]
@@ -127,7 +128,7 @@ def _find_missing_or_extra_result_faults(
     for number in group.instruction_numbers:
         instruction = program.instructions[number]
         if len(instruction.dst) != 1:
-            yield f"results: instruction {number} has {len(instruction.dst)} results"
+            yield f"results: instruction {number} has {format_count(len(instruction.dst), 'result')}"
             continue
         (out,) = instruction.dst
         place = out.buffer, out.offset, math.prod(out.shape)

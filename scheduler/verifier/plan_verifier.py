@@ -23,7 +23,7 @@ from ...graph.attrs import quote_node_name
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import assign_names
 from ...graph.node import Node, Value
-from ...graph.validation import validate_arguments
+from ...graph.validation import format_count, validate_arguments
 from ...ops import REGISTRY, op_of, verify
 from ...ops.collectives import COLLECTIVES
 from ..ir.execution_plan import PLAN_KIND, DevicePlan, Plan
@@ -297,12 +297,12 @@ class _PlanChecker:
     def _check_shard_form_and_coverage(self, value: Value, layout: Shard) -> str | None:
         """Return why a sharded layout is malformed or leaves entries of `value` on no device; None if it is right."""
         if not 0 <= layout.axis < len(value.shape) or len(layout.index_ranges) != self.device_count:
-            return f"is sharded along axis {layout.axis} for {len(layout.index_ranges)} devices"
+            return f"is sharded along axis {layout.axis} for {format_count(len(layout.index_ranges), 'device')}"
         n, dtype = value.shape[layout.axis], value.dtype
         if any(len(run) != 2 for runs in layout.index_ranges for run in runs):
             return "has index ranges that are not pairs of offset and length"
         if any(start < 0 or k < 0 or start + k > n for runs in layout.index_ranges for start, k in runs):
-            return f"has index ranges outside its {n} entries"
+            return f"has index ranges outside its {format_count(n, 'entry', 'entries')}"
         in_blocks = dtype.is_quantised and layout.axis == len(value.shape) - 1
         if in_blocks and any(part % dtype.block for runs in layout.index_ranges for run in runs for part in run):
             return f"is split inside quantisation blocks of {dtype.block}"
@@ -310,7 +310,7 @@ class _PlanChecker:
         for runs in layout.index_ranges:
             have[list_entry_numbers(concatenate_indices([runs]))] = True
         missing = int(n - have.sum())
-        return f"has {missing} of {n} entries on no device" if missing else None
+        return f"has {missing} of {format_count(n, 'entry', 'entries')} on no device" if missing else None
 
     def _record_leaf_facts(self, node: Node, leaf_facts: dict[tuple[int, str], DeviceValueFact]) -> Iterator[str]:
         """Record the entries of a leaf that each device has by its layout; yield a fault if the layout is wrong.

@@ -8,6 +8,7 @@ from ...frontends.generation.grammar import Grammar
 from ...frontends.generation.lazy_grammar import LazyJsonGrammar
 from ...frontends.serving.requests import GenerationRequest
 from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import format_count
 from ..bodies.answers import AnswerParser, AnswerParserOptions
 from ..bodies.generic_tools import OPEN_CALL
 from ..bodies.messages import CLOSE_THOUGHT, ChatPrompt
@@ -137,7 +138,9 @@ def require_slots_for_choices(state: ServingState, count: int) -> None:
         ApiError: There are more choices than slots.
     """
     if count > state.service.status.slots:
-        raise make_bad_request_error(f"n is {count}, but the server has {state.service.status.slots} slots", "n")
+        raise make_bad_request_error(
+            f"n is {count}, but the server has {format_count(state.service.status.slots, 'slot')}", "n"
+        )
 
 
 def _check_no_grammar(body: ChatBody) -> None:

@@ -20,7 +20,15 @@ from functools import partial
 from typing import TypeVar
 
 from ....graph.lazy_dataclass import dataclass
-from ....graph.validation import BOOL, TEXT, format_value, instance_of, integer_between, validate_arguments
+from ....graph.validation import (
+    BOOL,
+    TEXT,
+    format_count,
+    format_value,
+    instance_of,
+    integer_between,
+    validate_arguments,
+)
 from ...errors import ModelError
 from .dna_tokenizer import KMER_SUFFIX
 from .pretokenizers import PreTokenizerRule
@@ -274,7 +282,7 @@ class Tokenizer:
             no_token_id = len(self.tokens)  # the id of `NO_TOKEN`
             return [i for i in model.encode(text, add_special_tokens=False).ids if i < no_token_id]
 
-        return _call_and_convert_errors(f"a text of {len(text)} characters cannot be tokenized", ids)
+        return _call_and_convert_errors(f"a text of {format_count(len(text), 'character')} cannot be tokenized", ids)
 
     def __repr__(self) -> str:
         return f"<Tokenizer {self.kind}, {self.n_tokens} tokens>"

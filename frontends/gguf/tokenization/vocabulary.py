@@ -14,6 +14,7 @@ from typing import TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from ....graph.validation import format_count
 from ...errors import ModelError
 from ..mapped_file import STRINGS_PER_READ
 from .pretokenizers import GEMMA4, PreTokenizerRule, select_pre_tokenizer_rule
@@ -85,7 +86,9 @@ def read_numbers_per_token_or_none(metadata: Mapping[str, object], name: str, le
         return None
     values = cast("tuple[float, ...]", _read_array(metadata, name))  # other elements are refused below
     if len(values) != length:
-        raise ModelError(f"{KEY_PREFIX}{name} has {len(values)} values, {KEY_PREFIX}tokens {length}; need as many")
+        raise ModelError(
+            f"{KEY_PREFIX}{name} has {format_count(len(values), 'value')}, {KEY_PREFIX}tokens {length}; need as many"
+        )
     kinds = {*map(type, values)}  # fast for long vocabularies: the loop over types runs in C
     wrong = [v for v in values if type(v) not in (int, float)] if kinds - {int, float} else []
     if not wrong and float in kinds:

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....graph.errors import BackendError
+from ....graph.validation import format_count
 from ....scheduler import DeferredInterrupts, Executor, LaunchedRun
 from ...models import Batch, Step
 from ...models.inputs.graph_builder import NEXT_TOKEN_STATE
@@ -213,7 +214,7 @@ class DeviceTokenSchedule:
         """
         decoder = self._decoder
         how = "largest logits" if self._describe is None else "samples"
-        ahead = f"{decoder.accepted_count} of {decoder.step_count} steps launched ahead"
+        ahead = f"{decoder.accepted_count} of {format_count(decoder.step_count, 'step')} launched ahead"
         return f"{how} on the device, {ahead}" if decoder.step_count else "all logits read"
 
     def finish_oldest_step(self) -> Sequence[DeviceArgmaxToken | TokenCandidates | F32]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ....graph.dtypes import DType
 from ....graph.lazy_dataclass import dataclass
-from ....graph.validation import format_value
+from ....graph.validation import format_count, format_value
 from ....ops.matrix.attention import BLOCK_KEYS
 from ...errors import ModelError
 
@@ -107,24 +107,30 @@ class Step:
                 raise ModelError(f"step: {name} is {format_value(size)}; need an integer from 1 to {MAX_CACHE_ROW}")
         if self.output_kind in STATE_TOKEN_KINDS and not self.tokens == 1 <= self.outputs == self.sequences:
             raise ModelError(
-                f"step: {self.tokens} new tokens and {self.outputs} outputs of {self.sequences} sequences; the output "
+                f"step: {format_count(self.tokens, 'new token')} and {format_count(self.outputs, 'output')} of "
+                f"{format_count(self.sequences, 'sequence')}; the output "
                 f"kind {self.output_kind} needs one new token and one output per sequence"
             )
         if (self.output_kind in SELECTING_KINDS) != (self.candidate_count > 0) or self.named_token_count < 0:
             raise ModelError(
-                f"step: {self.candidate_count} candidates of the output kind {self.output_kind}; the kinds "
+                f"step: {format_count(self.candidate_count, 'candidate')} of the output kind "
+                f"{self.output_kind}; the kinds "
                 f"{', '.join(sorted(SELECTING_KINDS))}, and no others, need at least 1"
             )
         if self.prompt_tokens and (self.tokens > 1 or self.reversible or self.output_kind != "logits"):
             raise ModelError(
-                f"step: {self.tokens} new tokens, reversible {self.reversible}, output kind {self.output_kind}; a step "
+                f"step: {format_count(self.tokens, 'new token')}, reversible {self.reversible}, output kind "
+                f"{self.output_kind}; a step "
                 "with prompt tokens needs one new token, and logits"
             )
         if self.cells > self.context:
-            raise ModelError(f"step: reads {self.cells} cells of {self.context}; need cells of at most the context")
+            raise ModelError(
+                f"step: reads {format_count(self.cells, 'cell')} of {self.context}; need cells of at most the context"
+            )
         if (self.blocks * BLOCK_KEYS or self.sequences * count_cache_rows_with_spare(self.context)) > MAX_CACHE_ROW:
             raise ModelError(
-                f"step: {self.sequences} sequences of {self.context} cells; need at most {MAX_CACHE_ROW} in all; "
+                f"step: {format_count(self.sequences, 'sequence')} of {format_count(self.context, 'cell')}; "
+                f"need at most {MAX_CACHE_ROW} in all; "
                 "use a smaller context"
             )
 
@@ -144,8 +150,8 @@ class Step:
     @property
     def label(self) -> str:
         """The label of runs in traces, with the output kind if tokens are chosen or selected on the device."""
-        text = f"{self.tokens} token{'s' * (self.tokens > 1)}, {self.cells} cells"
-        text += f", {self.prompt_tokens} prompt tokens" if self.prompt_tokens else ""
+        text = f"{format_count(self.tokens, 'token')}, {format_count(self.cells, 'cell')}"
+        text += f", {format_count(self.prompt_tokens, 'prompt token')}" if self.prompt_tokens else ""
         return f"{text}, {self.output_kind}" if self.output_kind in DEVICE_KINDS else text
 
     @property
@@ -353,24 +359,27 @@ def build_step_inputs(
 def _require_fit(step: Step, batch: Batch) -> None:
     if len(batch.tokens) != step.sequences or len(batch.lengths) != step.sequences:
         raise ModelError(
-            f"batch: has tokens of {len(batch.tokens)} and lengths of {len(batch.lengths)} sequences, the step runs "
+            f"batch: has tokens of {len(batch.tokens)} and lengths of "
+            f"{format_count(len(batch.lengths), 'sequence')}, the step runs "
             f"{step.sequences}; give an idle sequence no tokens"
         )
     for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
         if len(new) > step.tokens:
             raise ModelError(
-                f"batch: sequence {i} has {len(new)} new tokens, the step takes {step.tokens}; "
+                f"batch: sequence {i} has {format_count(len(new), 'new token')}, the step takes {step.tokens}; "
                 "split them or use a larger step"
             )
         if step.blocks and length + len(new) > BLOCK_KEYS * len(batch.tables[i]) and new:
             raise ModelError(
-                f"batch: sequence {i} would have {length + len(new)} tokens in {len(batch.tables[i])} blocks of "
-                f"{BLOCK_KEYS} cells; add blocks to its table"
+                f"batch: sequence {i} would have {format_count(length + len(new), 'token')} in "
+                f"{format_count(len(batch.tables[i]), 'block')} of "
+                f"{format_count(BLOCK_KEYS, 'cell')}; add blocks to its table"
             )
         if length < 0 or (new and length + len(new) > step.cells):
             raise ModelError(
-                f"batch: sequence {i} would grow from {length} to {length + len(new)} tokens, the step reads "
-                f"{step.cells} cells; use a step with more cells"
+                f"batch: sequence {i} would grow from {length} to {format_count(length + len(new), 'token')}, "
+                "the step reads "
+                f"{format_count(step.cells, 'cell')}; use a step with more cells"
             )
 
 
@@ -397,7 +406,8 @@ def _build_inputs_from_new_token_counts(
 def _compute_output_rows(step: Step, positions: Sequence[tuple[int, int]]) -> npt.NDArray[np.int32]:
     if len(positions) > step.outputs:
         raise ModelError(
-            f"batch: wants {len(positions)} rows of logits, the step gives {step.outputs}; use a step with more outputs"
+            f"batch: wants {format_count(len(positions), 'row')} of logits, the step gives {step.outputs}; use "
+            "a step with more outputs"
         )
     rows = [i * step.tokens + t for i, t in positions]
     return np.array([*rows, *[0] * (step.outputs - len(rows))], np.int32)

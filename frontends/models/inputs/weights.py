@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from .... import ops
 from ....graph import Value, weight
 from ....graph.dtypes import FLOAT_DTYPES
+from ....graph.validation import format_count
 from ...errors import ModelError
 from ...gguf import Gguf
 from ...gguf.hyperparameter_keys import CONVERT_REMEDY
@@ -88,7 +89,9 @@ class ModelWeights:
         """
         shape = self.gguf.tensor(self._find_name_in_file(name)).shape
         if len(shape) < min_axes:
-            raise self._make_error(f"tensor {name} has shape {list(shape)}; need at least {min_axes} axes")
+            raise self._make_error(
+                f"tensor {name} has shape {list(shape)}; need at least {format_count(min_axes, 'axis', 'axes')}"
+            )
         return shape
 
     def _find_name_in_file(self, name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Self
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
+from ....graph.validation import format_count
 from ...gguf.hyperparameter_keys import ArchitectureMetadata
 from ..inputs.family import FamilyTraits
 from ..inputs.graph_builder import RECURRENT_INPUTS, StepGraphBuilder
@@ -53,7 +54,8 @@ class Mamba:
             raise keys.make_key_error("ssm.inner_size", f"is {inner}; need a multiple of time_step_rank {heads}")
         if heads % groups or inner % groups:
             raise keys.make_key_error(
-                "ssm.group_count", f"is {groups}; need a divisor of {heads} heads and {inner} channels"
+                "ssm.group_count",
+                f"is {groups}; need a divisor of {format_count(heads, 'head')} and {format_count(inner, 'channel')}",
             )
         eps = keys.read_positive_zero_as_none("attention.layer_norm_rms_epsilon") or keys.read_positive_float32(
             "attention.layer_norm_epsilon"

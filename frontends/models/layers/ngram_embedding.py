@@ -14,6 +14,7 @@ import numpy.typing as npt
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
+from ....graph.validation import format_count
 from ...errors import ModelError
 from ...gguf.hyperparameter_keys import MAX_I32, ArchitectureMetadata
 from ..inputs.graph_builder import StepGraphBuilder
@@ -97,7 +98,8 @@ class NgramEmbedding:
             before = list(batch.history_tokens[i])[-need:] if need and i < len(batch.history_tokens) else []
             if new and len(before) < need:
                 raise ModelError(
-                    f"batch: sequence {i} goes on behind {length} tokens, of which this model needs the last {need}; "
+                    f"batch: sequence {i} goes on behind {format_count(length, 'token')}, of which this model "
+                    f"needs the last {need}; "
                     "give them as `history_tokens`"
                 )
             for t in range(len(new)):

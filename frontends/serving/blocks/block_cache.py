@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ....graph.validation import format_count
 from ....ops.matrix.attention import BLOCK_KEYS
 from ...errors import ModelError
 from ..prefix_cache import (
@@ -208,7 +209,9 @@ class BlockPrefixCache(PrefixCache):
         """
         self.forget_slot_tokens_and_states(slot)
         if not self.reserve_cells(slot, length):
-            raise ModelError(f"{length} tokens do not fit into the free blocks of the pool; try again later")
+            raise ModelError(
+                f"the free blocks of the pool have no room for {format_count(length, 'token')}; try again later"
+            )
 
     def make_restored_tokens_reusable(self, slot: int, tokens: Sequence[int], length: int) -> None:
         """Add the restored contents of a slot to the cache: its first `length` tokens, decoded ones included."""

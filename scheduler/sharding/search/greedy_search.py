@@ -19,6 +19,7 @@ from types import MappingProxyType
 
 from ....graph.graph import Graph
 from ....graph.node import Node, Value
+from ....graph.validation import format_count
 from ...costs.hardware import Estimate, Hardware
 from ...ir.formatting import format_bytes, format_seconds
 from ...ir.layout import Layout, Shard
@@ -287,7 +288,7 @@ def _explain_choice(chosen: _ScoredFactors, other: _ScoredFactors, has_best_rati
 
 
 def _format_cost(cost: Estimate) -> str:
-    return f"{format_seconds(cost.total)}, {cost.collective_count} collectives"
+    return f"{format_seconds(cost.total)}, {format_count(cost.collective_count, 'collective')}"
 
 
 def group_factors(
@@ -338,7 +339,7 @@ def _describe_factor_group(factors: Factors, factor: Factor, leaf: tuple[Node, i
     """
     node, axis = leaf
     where, word = f"axis {axis} of %{node.name}", factors.format_signature_name_of_factor(factor)
-    of = f" of {layer_count} layers" if layer_count > 1 else ""
+    of = f" of {format_count(layer_count, 'layer')}" if layer_count > 1 else ""
     if word:
         return f"{word}{of} ({factor.size}{' each' if of else ''}), as in {where}"
     return (

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ....backends.base import Program
+from ....graph.validation import format_count
 from ....ops.collectives import POINT_TO_POINT_OPS, narrow_to_integer
 from ...ir.pipeline_actions import PipelineAction, PipelineOrder
 from .collective_order import CollectiveCall, list_collective_calls
@@ -162,7 +163,7 @@ def _find_action_order_faults(device: int, actions: Sequence[PipelineAction], ru
     if follows != "put":
         yield f"device {device}: run {current_run} begins, but its results are not retained"
     if state != run_count:
-        yield f"device {device}: it executes {state} of {run_count} runs"
+        yield f"device {device}: it executes {state} of {format_count(run_count, 'run')}"
 
 
 def _find_collective_order_faults(calls_by_device: Sequence[Sequence[NextCollectiveOfDevice]]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from ....graph.attrs import quote_node_name
 from ....graph.errors import PlanError
 from ....graph.graph import Graph, assign_names
 from ....graph.node import Node, Value
-from ....graph.validation import instance_of, validate_arguments
+from ....graph.validation import format_count, instance_of, validate_arguments
 from ....ops import op_of
 from ....ops.elementwise.binary import cont
 from ...ir.field_types import record_kind
@@ -45,7 +45,7 @@ def verify_program(graph: Graph, program: Program, backend: Backend) -> None:
         backend: The backend of the device; it decides dtypes and scratch bytes.
     """
     for why in find_faults_against_graph(graph, program, backend):
-        raise PlanError(f"program of {len(program.instructions)} steps: {why}")
+        raise PlanError(f"program of {format_count(len(program.instructions), 'step')}: {why}")
 
 
 def find_faults_against_graph(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
@@ -200,7 +200,7 @@ class _ProgramMemoryChecker:
             yield "runs a second time"
         self.executed_work.add(what)
         if len(node.src) != len(instruction.src) or len(results) != len(instruction.dst):
-            yield f"{len(instruction.src)} operands and {len(instruction.dst)} results"
+            yield f"{format_count(len(instruction.src), 'operand')} and {format_count(len(instruction.dst), 'result')}"
             return
         complaints = list(self._find_operand_content_and_stride_faults(node, instruction))
         if why := check_scratch_tensor(self.contents, instruction.scratch, self.backend.scratch(node)):
