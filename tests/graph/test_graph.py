@@ -237,9 +237,9 @@ BROKEN = {
         (changed_into_a_cycle(), "%silu reads %silu, which no earlier node computes")
     ],
     "references_exist": [
-        (Graph({"y": Value(X.node, 1)}), "%x#1: input has 1 results"),
-        (Graph({"y": X}, {S: Value(X.node, 3)}), "%x#3: input has 1 results"),
-        (Graph({"y": node("silu", Value(X.node, -1))}), "%x#-1: input has 1 results"),
+        (Graph({"y": Value(X.node, 1)}), "%x#1: input has 1 result"),
+        (Graph({"y": X}, {S: Value(X.node, 3)}), "%x#3: input has 1 result"),
+        (Graph({"y": node("silu", Value(X.node, -1))}), "%x#-1: input has 1 result"),
     ],
     "graph_has_output_or_update": [
         (Graph({}), "the graph has neither outputs nor updates, so there is nothing to compute")
@@ -290,7 +290,7 @@ BROKEN = {
     "specs_and_attributes_match_op": [
         (Graph({"y": node("silu", X, spec=Spec((3,)))}), "%silu = silu(%x) : f32[3]: operands give f32[2]"),
         (Graph({"y": node("silu")}), "%silu = silu() : f32[2]: operand x is missing"),
-        (Graph({"y": node("silu", X, X)}), "%silu = silu(%x, %x) : f32[2]: takes 1 operands, got 2"),
+        (Graph({"y": node("silu", X, X)}), "%silu = silu(%x, %x) : f32[2]: takes 1 operand, got 2"),
         (Graph({"y": node("silu", X, a=1)}), "%silu = silu(%x, a=1) : f32[2]: no operand or attribute a"),
         (Graph({"y": node("silu", X, **{"a\nb": 1})}), 'no operand or attribute "a\\nb"'),
         (Graph({"y": node("cast", X)}), "%cast = cast(%x) : f32[2]: attribute dtype is missing"),

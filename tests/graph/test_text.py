@@ -134,7 +134,7 @@ BAD_LINES = {
     "%x = input() : f32[2]\n%x = input() : f32[2]": (2, 1, "%x is defined twice"),
     "%y = silu(%x) : f32[2]": (1, 11, "%x is used before it is defined"),
     '%y = silu(%"a\\nb") : f32[2]': (1, 11, '%"a\\nb" is used before it is defined'),
-    "%x = input() : f32[2]\n%y = silu(%x#1) : f32[2]": (2, 11, "%x has 1 results, so there is no #1"),
+    "%x = input() : f32[2]\n%y = silu(%x#1) : f32[2]": (2, 11, "%x has 1 result, so there is no #1"),
     "%x = input() : f32[2]\n%y = silu(%x#" + "9" * 5000 + ") : f32[2]": (2, 11, "so there is no #9"),
     "%x#0 = input() : f32[2]": (1, 1, "expected %name, return or update"),
     "%x = input(a=1, a=2) : f32[2]": (1, 17, "a is given twice"),

@@ -259,7 +259,7 @@ def _raise_two_lines(x):
         (_ask_zero, "x[...] -> [...]", "no truth value while an op is declared"),
         (_call_itself, "x[...] -> [...]", "RecursionError"),
         (_raise_two_lines, "x[...] -> [...]", "ValueError: first second"),
-        (lambda x, y: x + y, "x[...] -> [...]", "the signature has 1 operands, the function has 2"),
+        (lambda x, y: x + y, "x[...] -> [...]", "the signature has 1 operand, the function has 2"),
         (_return_row_sum, "x[..., *c] -> [..., c]", "one number for each row of x[..., *c], but the signature"),
         (_return_row_sum, "x[...] -> [...]", "declare the last axis as *c"),
         (lambda x: x, "x[..., a, b] -> [..., b, a]", "one number for each element of x[..., a, b], but"),

@@ -128,7 +128,7 @@ def test_threads_of_kernels_of_the_main_path_are_in_order(case):
 
 def test_the_command_says_so(capsys):
     assert main(["check", "--backend", "cuda-emulated", "--order", "--case", "add(a=f32[64], b=f32[64])"]) == 0
-    assert capsys.readouterr().out == "all accesses of 1 cases are in order\n"
+    assert capsys.readouterr().out == "all accesses of 1 case are in order\n"
     assert main(["check", "--backend", "numpy", "--order"]) == 2
 
 

@@ -165,7 +165,7 @@ def test_the_matrix_serves_quantize_and_the_output_matrix_is_optional(text, tmp_
 
 def test_wrong_calls_are_refused_in_one_line(text, tmp_path, capsys):
     assert "needs a MODEL and a TEXT" in run_refused_call(capsys, TINY)
-    assert "the text has 1 tokens" in run_refused_call(
+    assert "the text has 1 token" in run_refused_call(
         capsys, TINY, write_short_text(tmp_path, "ab"), "-o", tmp_path / "o.gguf"
     )
     line = run_refused_call(capsys, TINY, text, "-c", 64, "--chunk", 900, "-o", tmp_path / "o.gguf")

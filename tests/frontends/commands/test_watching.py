@@ -49,8 +49,8 @@ def test_the_first_wrong_kernel_is_named_with_the_graph_around_it(capsys, monkey
     words = ["run", TINY, "-p", "It is a", "--exact", "--compare", "reference:0"]
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert out.startswith("2 tokens: 255 values are as on reference:0; nearest to its limit is %")
-    assert "\n1 token: 255 values are as on reference:0" in out
+    assert out.startswith("2 tokens: 255 values as on reference:0; nearest to its limit is %")
+    assert "\n1 token: 255 values as on reference:0" in out
     wrong = Binding(lambda call: [partial(np.multiply, call.operand(0), 0.5, out=call.out)], lambda node: 0)
     kernel = kernel_table.find_or_make_binding
     monkeypatch.setattr(kernel_table, "find_or_make_binding", lambda op: wrong if op == "sigmoid" else kernel(op))

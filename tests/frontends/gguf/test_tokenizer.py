@@ -344,7 +344,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     (byte_level(tokens=["a", "\ud800"]), "not valid Unicode"),
     (byte_level(tokens=[*map(str, range(10_000)), "\ud800"]), "not valid Unicode"),
     (byte_level(tokens=["a", "b", "a"], token_type=None), "0 and 2 are both 'a'"),
-    (byte_level(token_type=[1]), "token_type has 1 values, tokenizer.ggml.tokens 263"),
+    (byte_level(token_type=[1]), "token_type has 1 value, tokenizer.ggml.tokens 263"),
     (byte_level(token_type=["x"] * 263), "token_type holds x; need finite numbers"),
     (byte_level(token_type=[BYTE] * 263), "is of type byte but reads"),
     (byte_level(bos_token_id=263), "bos_token_id is 263; need a token id of 0 to 262"),
@@ -358,7 +358,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     (byte_level(merges=["h e", "h x"]), "merges: 1, 'h x', is not two tokens"),
     (byte_level(merges=["h zzz"]), "is not two tokens"),
     (sentence_piece(scores=None), "scores is missing"),
-    (sentence_piece(scores=[1.0]), "scores has 1 values"),
+    (sentence_piece(scores=[1.0]), "scores has 1 value"),
     (sentence_piece(scores=[float("nan")] * 268), "scores holds nan"),
     (with_prefix(model="llama", tokens=["a", "b" * 2000, "c"], scores=[0.0] * 3), "one of 2000 characters"),
 ]

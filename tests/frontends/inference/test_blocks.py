@@ -87,7 +87,7 @@ def test_reset_zeroes_the_blocks_of_the_sequence_alone():
 def test_a_table_with_too_few_blocks_is_refused():
     _, session = make_sessions("llama")
     session.tables[1] = session.tables[1][:1]
-    with pytest.raises(ModelError, match="sequence 1 would have 65 tokens in 1 blocks of 64 cells; add blocks"):
+    with pytest.raises(ModelError, match="sequence 1 would have 65 tokens in 1 block of 64 cells; add blocks"):
         session.evaluate([[], [3] * 65, []])
 
 

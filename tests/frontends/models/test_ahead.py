@@ -220,7 +220,7 @@ def test_tokens_are_taken_back_without_reading_any_anew(name: str, tmp_path: Pat
             if not want.is_per_cell_cache(state):
                 assert nmse(np.ravel(got.store.state(state))[None], np.ravel(want.store.state(state))[None]) <= 1e-12
     assert nmse(got.evaluate([[9]])[0], want.evaluate([[9]])[0]) <= 1e-12
-    with pytest.raises(ModelError, match="there are no 1 tokens of a reversible step"):
+    with pytest.raises(ModelError, match="there are no 1 token of a reversible step"):
         keep_first_tokens_of_last_step(got, 1)
 
 

@@ -126,7 +126,7 @@ def test_computed_tensors_of_a_folder_join_the_first_file_of_several(tmp_path):
         ({"config": {"intermediate_size": 13}}, "intermediate_size is 13, but tensor blk.0.ffn_gate.weight"),
         (
             {"config": {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0, 2.0]}}},
-            "short_factor has 1 entries; need 2 positive numbers",
+            "short_factor has 1 entry; need 2 positive numbers",
         ),
         (
             {"entries": {"vision_tower.a": {"dtype": "I64", "shape": [1], "data_offsets": [6400, 1 << 40]}}},

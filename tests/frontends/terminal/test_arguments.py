@@ -66,10 +66,10 @@ def test_a_wrong_word_is_answered_with_the_nearest(words, message, capsys):
         ("bench MODEL -n 9 -d 600", "hocket: the context of pp512 @ d600 is 1112, but the model was trained for 512"),
         ("bench MODEL -p 600 -n 8 -np 2", "hocket: the context of -p 600 and -n 8 is 608, but the model was trained"),
         ("run -p x -n 1 --devices cpu0", "there is no backend for device kind 'cpu0'; did you mean cpu"),
-        ("run -p x -n 1 --devices cpu:0 --tensor-split 1,2", "--tensor-split 1,2: need at most 1 shares"),
+        ("run -p x -n 1 --devices cpu:0 --tensor-split 1,2", "--tensor-split 1,2: need at most 1 share"),
         (
             "run -p x -n 1 --devices cpu:0,cpu:1 --tensor-split 1",
-            "--tensor-split has 1 shares for 2 devices; give each",
+            "--tensor-split has 1 share for 2 devices; give each",
         ),
         (
             "run -p x --logit-bias 999999=1",

@@ -129,7 +129,7 @@ def test_times_of_a_trace_are_found_for_a_plan_with_the_same_steps_and_no_other(
         assert all(s is not None and s.seconds >= 0 and s.kernel for s in steps)
         assert 0 < sum(s.seconds for s in steps) <= 2 * lasted  # as n medians of n times are, for any times
     other, _ = run_with_trace("cpu", "layer")
-    with pytest.raises(PlanError, match="none of its 1 plans has the steps of this one"):
+    with pytest.raises(PlanError, match="none of its 1 plan has the steps of this one"):
         read_measured_times_from_trace(other.plan, trace)
 
 
