@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import unicodedata
 from functools import cache
 from hashlib import sha256
 
@@ -109,8 +110,8 @@ DIGESTS = {
     "gemma4 granite-embed-multi-311m sarvam-moe": "7670b68295bd5fb1",
     "whitespace": "f409bcc885d845b7",
     # Equal to the words by the regexes of the models, which `llama-vocab.cpp` and `unicode.cpp` quote, in Oniguruma.
-    # llama.cpp itself replaces them by simpler ones. For granite-embed-multi-97m it has only the simpler one, which
-    # gives the same words for texts without cased letters outside ASCII.
+    # llama.cpp itself replaces them by simpler ones. For granite-embed-multi-97m it has only the simpler one: see
+    # `test_granite_splits_ten_thousand_texts_as_llama_cpp_where_cased_letters_are_ascii`.
     "gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m": "ad93b7141f38a8b1",
     "tiny_aya cohere2moe": "eb1a153061e14100",
     "youtu": "e599cea36152eb93",
@@ -151,13 +152,13 @@ def test_each_name_splits_text_into_the_words_of_its_models(name: str, text: str
 
 
 @cache
-def list_seeded_texts() -> list[str]:
-    """Return 10,000 short texts of one to three kinds of characters, or of all kinds, without NUL."""
+def list_seeded_texts(count: int = 10_000) -> list[str]:
+    """Return short texts of one to three kinds of characters, or of all kinds, without NUL."""
     dice, texts = random.Random(0), []
-    for _ in range(11_000):
+    for _ in range(count * 11 // 10):
         kinds = dice.sample(CHARACTERS, dice.randrange(1, 4)) if dice.random() < 0.5 else CHARACTERS
         texts.append("".join(dice.choice(dice.choice(kinds)) for _ in range(dice.randrange(1, 14))))
-    return [text for text in texts if "\x00" not in text][:10_000]
+    return [text for text in texts if "\x00" not in text][:count]
 
 
 @pytest.mark.parametrize("names", DIGESTS)
@@ -167,6 +168,24 @@ def test_each_name_splits_ten_thousand_texts_as_llama_cpp_or_the_published_regex
     for text in list_seeded_texts():
         digest.update(("\x01".join(words(splitter, text)) + "\x02").encode())
     assert digest.hexdigest().startswith(DIGESTS[names])
+
+
+def test_granite_splits_ten_thousand_texts_as_llama_cpp_where_cased_letters_are_ascii() -> None:
+    """The digest is of the words by llama.cpp's regex, which tells upper case from lower case in ASCII only.
+
+    llama.cpp quotes no regex of the model. Its pull request 22716 first shared the regex of GPT-4o, of which its regex
+    is a copy with combining marks; so other cased letters are split as GPT-4o splits them.
+    """
+    texts = [
+        text
+        for text in list_seeded_texts(20_000)
+        if not any(ord(c) > 127 and unicodedata.category(c) in ("Lu", "Ll", "Lt") for c in text)
+    ][:10_000]
+    splitter, digest = split_by(PRE_TOKENIZERS["granite-embed-multi-97m"].patterns), sha256()
+    for text in texts:
+        digest.update(("\x01".join(words(splitter, text)) + "\x02").encode())
+    assert len(texts) == 10_000
+    assert digest.hexdigest().startswith("c1b150964cb24a12")
 
 
 def test_each_name_is_compared_on_ten_thousand_texts() -> None:
