@@ -16,9 +16,19 @@ import numpy.typing as npt
 from ..distributed import SINGLE_PROCESS, World
 from ..graph import validate_arguments
 from ..graph.old_names import RenamedAttribute
-from ..graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, format_count, instance_of, integer_between, list_of
+from ..graph.validation import (
+    ANY,
+    BOOL,
+    CALLABLE,
+    FILE_KIND,
+    NONE,
+    TEXT,
+    format_count,
+    instance_of,
+    integer_between,
+    list_of,
+)
 from ..scheduler import Plan, format_bytes
-from .adapters import FILE_KIND
 from .completion import Completion, Token, complete_text, compute_logprobs, decode_tokens
 from .config_options import accept_config_fields_as_keywords, format_options_as_args_section
 from .errors import ModelError
@@ -68,6 +78,7 @@ class Model:
         self._open(config, SINGLE_PROCESS)
 
     @classmethod
+    @validate_arguments(ModelError, config=instance_of(RunConfig), world=instance_of(World))
     def open_on_ranks(cls, config: RunConfig, world: World) -> Self:
         """Open a model on the devices of all ranks. Each rank makes the same calls."""
         model = cls.__new__(cls)

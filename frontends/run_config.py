@@ -18,6 +18,7 @@ from ..graph.lazy_dataclass import dataclass
 from ..graph.storage.disk_cache import cache_folder
 from ..graph.validation import (
     BOOL,
+    FILE_KIND,
     NONE,
     TEXT,
     ArgumentKind,
@@ -29,7 +30,7 @@ from ..graph.validation import (
 )
 from ..scheduler import SPLIT_MODE_NAMES
 from ..scheduler.runtime.packed_weight_files import PackedWeightFiles
-from .adapters import FILE_KIND, FILES_KIND, ScaledFile
+from .adapters import FILES_KIND, ScaledFile
 from .config_options import check_options, list_options, option_field
 from .errors import ModelError
 from .flag_values import (

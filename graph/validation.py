@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from numbers import Integral
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -147,6 +149,19 @@ REAL = ArgumentKind(
 )
 FINITE = ArgumentKind("a finite number", number_between(-1e30, 1e30).accepts)
 BOOL = instance_of(bool, description="True or False")
+
+
+def _is_file_path(value: object) -> bool:
+    """Return whether a value is a path that the operating system can read: not empty, without NUL or surrogates."""
+    if not isinstance(value, str | Path) or value == "":
+        return False
+    try:
+        return b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+
+
+FILE_KIND = ArgumentKind("the path of a file", _is_file_path)
 
 
 def format_value(value: object) -> str:

@@ -11,8 +11,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ..graph.errors import HocketError
 from ..graph.graph import Graph
 from ..graph.storage.files import write_text
+from ..graph.validation import FILE_KIND, validate_arguments
 from ..scheduler.ir.execution_plan import Plan
 from ..scheduler.reports.measured_steps import MeasuredPlan, read_measured_times_from_trace
 from ..scheduler.reports.plan_diff import diff_plans
@@ -49,6 +51,7 @@ class Page:
 
     html: str
 
+    @validate_arguments(HocketError, path=FILE_KIND)
     def save(self, path: str | Path) -> None:
         """Save the page as an HTML file.
 

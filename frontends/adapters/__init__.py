@@ -10,13 +10,20 @@ from pathlib import Path
 
 from ...graph import Graph, Value
 from ...graph.lazy_dataclass import dataclass
-from ...graph.validation import FINITE, NONE, ArgumentKind, integer_between, list_of, pair_of, validate_arguments
+from ...graph.validation import (
+    FILE_KIND,
+    FINITE,
+    NONE,
+    integer_between,
+    list_of,
+    pair_of,
+    validate_arguments,
+)
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor
 from .control import BlockControlVector, read_control_directions
 from .lora import LoraChange, apply_lora_changes, read_lora_changes
 
-FILE_KIND = ArgumentKind("the path of a file", lambda v: isinstance(v, str | Path) and v != "")
 FILES_KIND = list_of(FILE_KIND | pair_of(FILE_KIND, FINITE), "a sequence of files, or of pairs of a file and its scale")
 ScaledFile = str | Path | tuple[str | Path, float]
 """A file with scale 1, or a file and its scale."""

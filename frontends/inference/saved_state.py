@@ -25,6 +25,7 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.storage.files import PRIVATE, replacing
 from ...graph.validation import ANY, NONE, format_count, instance_of, list_of, validate_arguments
 from ..errors import ModelError
+from ..gguf.mapped_file import format_name_for_message
 from ..terminal.arguments import describe_os_error_with_remedy
 from .cache_rows import find_cache_rows
 from .micro_batches import MicroBatchedSession
@@ -142,7 +143,10 @@ def read_state(path: str | Path, max_bytes: int) -> SavedSessionState:
     """
     size = Path(path).stat().st_size
     if size > max_bytes:
-        raise ModelError(f"{path}: has {size} bytes, but a state here has {max_bytes} at most; choose another file")
+        raise ModelError(
+            f"{format_name_for_message(str(path))}: has {size} bytes, but a state here has {max_bytes} at most; "
+            "choose another file"
+        )
     with _convert_parse_errors_to_model_error(path):
         return _parse_saved_state(Path(path).read_bytes())
 
@@ -208,7 +212,9 @@ def _convert_parse_errors_to_model_error(path: str | Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, KeyError) as why:
-        raise ModelError(f"{path}: not a saved state of this model ({why}); save one with Model.save") from None
+        raise ModelError(
+            f"{format_name_for_message(str(path))}: not a saved state of this model ({why}); save one with Model.save"
+        ) from None
 
 
 def read_saved_conversation(session: Session | MicroBatchedSession, path: str | Path) -> Mapping[str, object]:
@@ -222,7 +228,9 @@ def read_saved_conversation(session: Session | MicroBatchedSession, path: str | 
     except (ValueError, KeyError):
         talk = None
     if not isinstance(talk, dict):
-        raise ModelError(f"{path}: holds no talk; save one with /save, or with --chat and Model.save")
+        raise ModelError(
+            f"{format_name_for_message(str(path))}: holds no talk; save one with /save, or with --chat and Model.save"
+        )
     return talk
 
 

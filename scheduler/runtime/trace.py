@@ -11,7 +11,7 @@ from ...backends.capabilities import TimedKernel
 from ...graph.errors import PlanError
 from ...graph.lazy_dataclass import dataclass
 from ...graph.old_names import RenamedAttribute
-from ...graph.validation import instance_of, integer_between, validate_constructor
+from ...graph.validation import FILE_KIND, instance_of, integer_between, validate_arguments, validate_constructor
 from ..ir.execution_plan import Plan
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Trace:
             self._runs.append(TracedRun(plan, label, start, end, [list(own) for own in steps]))
         return self._runs
 
+    @validate_arguments(PlanError, path=FILE_KIND)
     def save(self, path: str | Path) -> None:
         """Write the trace to a JSON file, which Perfetto, Chrome and ``hocket view --trace`` can read.
 

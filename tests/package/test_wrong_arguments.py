@@ -14,12 +14,14 @@ import pytest
 import hocket
 from hocket import ops, scheduler
 from hocket.backends import base
+from hocket.distributed import SINGLE_PROCESS
 from hocket.frontends.generation.generate import generate_tokens
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.inference.saved_state import load_state, save_state
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Step
 from hocket.frontends.open_model import open_model
+from hocket.frontends.run_config import RunConfig
 from hocket.graph import (
     format_graph,
     list_rule_violations,
@@ -265,6 +267,8 @@ def cases_of_models() -> Iterator[tuple[str, Case]]:
     path = str(FIXTURES / "llama/model.gguf")
     yield "Model", (partial(hocket.Model, path), {**PLANNED, "context": 8, "batch": 4, "exact": False, "fast": False})
     options = {"max_tokens": 1, "temperature": 0.5, "seed": 1, "stop": ".", "ignore_eos": True, "bias": ((1, 0.5),)}
+    one = {"config": RunConfig(path=path, devices="numpy:0", context=8), "world": SINGLE_PROCESS}
+    yield "Model.open_on_ranks", (hocket.Model.open_on_ranks, one)
     yield "Model.generate", (continue_text, {"prompt": [1], **options})
     yield "Model.complete", (language_model().complete, {"prompt": [1], "top_logprobs": 1, **options})
     yield "Model.logits", (language_model().logits, {"prompt": [1]})
@@ -333,6 +337,12 @@ def test_a_wrong_file_of_a_saved_state_is_an_error_of_hockets_own(tmp_path):
     assert not list(faults(lambda tokens: save_state(session(), tokens, path), {"tokens": [[1]]}, wrong))
     save_state(session(), [[]], path)
     assert not list(faults(load_state, right, wrong))
+
+
+def test_a_wrong_path_of_a_trace_or_page_is_an_error_of_hockets_own(tmp_path):
+    wrong = tuple(v for v in WRONG if not isinstance(v, str) or v in ("", "a\0b", "\ud800"))
+    for record in (hocket.Trace(), graph.view()):
+        assert not list(faults(record.save, {"path": tmp_path / "file"}, wrong))
 
 
 def test_a_wrong_program_is_an_error_of_hockets_own():
