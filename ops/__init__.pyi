@@ -102,8 +102,8 @@ def attention(
     `query_heads` neighbouring heads of q share a key/value head. `cap(x)` is ``softcap tanh(x / softcap)`` where
     softcap > 0. A sink adds to the denominator of its head only. A row that is masked completely gives zeros.
     `mask_heads` states the masks of heads: ``one`` mask for all heads, ``each`` head has its own, or ``tiled``: head i
-    has mask ``i mod m``. Slopes are 1 unless `max_bias` > 0 (ALiBi: Press et al., 2022). ggml: ``FLASH_ATTN_EXT``; Dao
-    et al., 2022.
+    has mask ``i mod m``. `slope` is one factor for each head: 1, or the slope of ALiBi if `max_bias` > 0 (Press et al.,
+    2022). ggml: ``FLASH_ATTN_EXT``; Dao et al., 2022.
 
     With `pool` ``blocks``, k and v are pools of blocks of 64 keys, which all sequences share. Key s of sequence b is
     key ``s % 64`` of block ``table[b, s // 64]`` (Kwon et al., PagedAttention, 2023). The mask tells the number of

@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     if args.seed < 0:
         args.seed = int(broadcast_text_from_rank_0(args, lambda: str(int.from_bytes(os.urandom(4)) >> 1)))
     if args.system is not None and not args.chat:
-        raise ModelError("-sys is what a talk begins with; add --chat, or put it into the prompt")
+        raise ModelError("-sys is the system prompt of a chat; add --chat, or put it into the prompt")
     if not args.chat and (args.template or args.variables or args.tools):
         raise ModelError("--chat-template, --chat-template-kwargs and --tools are for a talk; add --chat")
     if args.save_state and not args.world.rank:

@@ -219,7 +219,7 @@ def make_full_mask(token_count: int) -> npt.NDArray[np.uint32]:
 
 def _join_messages_to_line(messages: list[str]) -> str:
     """Join messages of llguidance to one line of at most 200 characters."""
-    return " ".join("; ".join(messages).split())[:200]
+    return " ".join("; ".join(message.strip().removesuffix(".") for message in messages).split())[:200]
 
 
 def _expand_name_patterns_to_properties(schema: object) -> object:

@@ -90,7 +90,9 @@ OTHER_FLAGS_BY_ARGUMENT: Mapping[str, str] = MappingProxyType(
     }
 )
 """Command-line flags by argument of methods of `hocket.Model` and of `EngineOptions`."""
-FLAGS_BY_METHOD: Mapping[str, str] = MappingProxyType({"Model.save": "--save-state", "Model.load": "--load-state"})
+FLAGS_BY_METHOD: Mapping[str, str] = MappingProxyType(
+    {"Model.save": "--save-state", "Model.load": "--load-state", "Model.tokens": "hocket logits --tokens"}
+)
 """Command-line flags by method of `hocket.Model`."""
 
 

@@ -375,8 +375,7 @@ def _read_kind(metadata: Mapping[str, object]) -> str:
     kind = read_scalar_or_default(metadata, "model", str, "none")
     if kind in EMPTY_VOCABULARY_KINDS:
         raise ModelError(
-            f"the model has no vocabulary (tokenizer.ggml.model is {kind!r}); "
-            "give token ids, as hocket logits --tokens does"
+            f"the model has no vocabulary (tokenizer.ggml.model is {kind!r}); give token ids to Model.tokens"
         )
     if kind not in TOKENIZER_MODELS:
         raise ModelError(

@@ -326,7 +326,7 @@ def test_a_long_text_takes_calls_in_proportion(text: str) -> None:
 
 WRONG: list[tuple[dict[str, object], str]] = [
     ({}, "the model has no vocabulary"),
-    (with_prefix(model="test"), "no vocabulary.*give token ids, as hocket logits --tokens does"),
+    (with_prefix(model="test"), "no vocabulary.*give token ids to Model.tokens"),
     (with_prefix(model="none"), "no vocabulary"),
     (with_prefix(model="plamo9"), "unknown tokenizer 'plamo9'; known are gpt2, llama, gemma4, .*, plamo2"),
     (

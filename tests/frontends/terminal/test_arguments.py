@@ -12,7 +12,7 @@ from hocket.cli import main
 from hocket.frontends.terminal.arguments import list_flags_by_argument, replace_arguments_by_flag_names
 from hocket.scheduler.serialisation.plan_json import plan_to_json
 
-from ...given.models.goldens import TINY
+from ...given.models.goldens import FIXTURES, TINY
 from ...given.plans.faults import decoder
 
 ONE = ("-p", "It is a truth", "--temp", "0", "-n", "8", "-c", "64")
@@ -56,7 +56,7 @@ def test_a_wrong_word_is_answered_with_the_nearest(words, message, capsys):
         ("run -p x -n 1 --save-state .", "hocket: .: Is a directory; name a file in it"),
         (f"run -p x -n 1 --save-state {'n' * 300}", "nnn: File name too long; give a shorter one"),
         ("run -p x -n 1 --save-state /dev/null/x", "/dev/null/x: Not a directory; correct its folder, which is a file"),
-        ("run -p x -n 1 -sys hi", "-sys is what a talk begins with; add --chat"),
+        ("run -p x -n 1 -sys hi", "-sys is the system prompt of a chat; add --chat"),
         ("run -p x -n 1 --devices cpu:0,", "--devices is ('cpu:0', ''); it must be names of devices, as cpu:0,cpu:1"),
         ("run -p x -n 1 -c 99999999999999999999", "it must be an integer from 0 to 9223372036854775807 or None"),
         (
@@ -163,3 +163,16 @@ def test_python_names_arguments_where_the_command_line_names_flags(capsys):
     assert main(["run", "-p", "It is " * 9, "-c", "8"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("shorten it or give a larger --ctx-size N")
+
+
+def test_a_model_without_a_vocabulary_names_the_command_or_the_method_for_token_ids(capsys):
+    path = FIXTURES / "llama/model.gguf"
+    assert main(["tokenize", str(path), "-p", "a"]) == 2
+    assert "has no vocabulary (tokenizer.ggml.model is 'test'); give token ids to hocket logits --tokens\n" in (
+        capsys.readouterr().err
+    )
+    with (
+        hocket.Model(path, devices="numpy:0", context=8) as model,
+        pytest.raises(hocket.ModelError, match=r"has no vocabulary .*; give token ids to Model\.tokens$"),
+    ):
+        next(model.generate([1]))
