@@ -173,8 +173,8 @@ def test_each_name_splits_ten_thousand_texts_as_llama_cpp_or_the_published_regex
 def test_granite_splits_ten_thousand_texts_as_llama_cpp_where_cased_letters_are_ascii() -> None:
     """The digest is of the words by llama.cpp's regex, which tells upper case from lower case in ASCII only.
 
-    llama.cpp quotes no regex of the model. Its pull request 22716 first shared the regex of GPT-4o, of which its regex
-    is a copy with combining marks; so other cased letters are split as GPT-4o splits them.
+    llama.cpp quotes no regex of the model. Its pull request 22716 first shared the regex of GPT-4o, and later copied
+    it with combining marks. So other cased letters are split as in GPT-4o.
     """
     texts = [
         text
