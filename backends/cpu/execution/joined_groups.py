@@ -9,9 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ...fusion.dataflow import Dataflow
+from ...fusion.expression_groups import ExpressionGroup
 from ..kernels.matmul.packed_matmul import has_matmul_kernel
 from ..kernels.matmul.tile_loops import MIN_EVENLY_SHARED_ROWS
-from ..steps.step_table import FusedBinding
+from ..steps.step_table import MIN_SHARED_BYTES, FusedBinding
 
 MAX_JOINED_MATMULS = 8
 JoinedGroups = tuple[tuple[int, ...], ...]
@@ -19,26 +20,29 @@ JoinedGroups = tuple[tuple[int, ...], ...]
 
 
 def choose_joined_groups(
-    flow: Dataflow, patterns: Mapping[Sequence[int], FusedBinding]
+    flow: Dataflow, patterns: Mapping[Sequence[int], FusedBinding], groups: Sequence[ExpressionGroup] = ()
 ) -> dict[tuple[int, ...], JoinedGroups]:
-    """Choose the norms that run in one step with the matmuls that read them, for matmuls of few rows.
+    """Choose the matmuls of the same activations that run in one step, after the norm that computes the activations.
 
-    Each thread computes the whole norm for itself, then its columns of the matmuls. A norm and its matmuls become one
-    group of `flow`.
+    The matmuls have few rows, or are so small that one thread computes them. If a norm is a pattern that threads
+    repeat, each thread computes the whole norm for itself, then its columns of the matmuls. A norm and its matmuls
+    become one group of `flow`.
 
     Args:
         flow: The dataflow, with all other groups.
         patterns: The hand-written fusions in `flow`, by their instruction numbers.
+        groups: The expression groups in `flow`, such as norms.
 
     Returns:
         For each choice, by the instruction numbers of all of it: the groups in the order in which they run.
     """
     found: dict[tuple[int, ...], JoinedGroups] = {}
-    for numbers, pattern in patterns.items():
-        if not pattern.is_repeated:
-            continue
-        joined: JoinedGroups = (flow.find_group(numbers[0]),)
-        candidates = _list_matmul_groups(flow, pattern.instruction_numbers[-1])
+    repeated = {tuple(sorted(n)): n[-1] for n in (p.instruction_numbers for p in patterns.values() if p.is_repeated)}
+    generated = {group.instruction_numbers for group in groups}
+    for number in range(len(flow.reader_table.program.instructions)):
+        own = flow.find_group(number)
+        joined: JoinedGroups = (own,) if own in generated or repeated.get(own) == number else ()
+        candidates = [group for group in _list_matmul_groups(flow, number) if group not in found]
         while len(joined) <= MAX_JOINED_MATMULS:
             following = next((group for group in candidates if _can_join(flow, (*joined, group))), None)
             if following is None:
@@ -60,13 +64,13 @@ def _can_join(flow: Dataflow, groups: JoinedGroups) -> bool:
 
 
 def _list_matmul_groups(flow: Dataflow, number: int) -> list[tuple[int, ...]]:
-    """List the groups with matmuls of few rows that read the result of instruction `number` as activations.
+    """List the groups with small matmuls that read the result of instruction `number` as activations.
 
     They are in the order of their result sizes. The last step calls the others, so it is the largest: every thread has
     work in it. The list does not depend on the execution order of the program.
     """
     readers = flow.reader_table.find_known_readers_of_first_result(number)
-    found = {flow.find_group(reader): reader for reader in readers if _is_matmul_of_few_rows_of(flow, reader, number)}
+    found = {flow.find_group(reader): reader for reader in readers if _is_small_matmul_of(flow, reader, number)}
 
     def rank(group: tuple[int, ...]) -> tuple[int, int, int]:
         out = flow.bound_instruction(found[group]).out
@@ -75,9 +79,11 @@ def _list_matmul_groups(flow: Dataflow, number: int) -> list[tuple[int, ...]]:
     return sorted(found, key=rank)
 
 
-def _is_matmul_of_few_rows_of(flow: Dataflow, reader: int, number: int) -> bool:
+def _is_small_matmul_of(flow: Dataflow, reader: int, number: int) -> bool:
     call = flow.bound_instruction(reader)
     if call.op != "mul_mat" or not has_matmul_kernel(call):
         return False
     x = call.operand(1)
-    return x.region == flow.bound_instruction(number).out.region and math.prod(x.shape[:-1]) < MIN_EVENLY_SHARED_ROWS
+    rows, nbytes = math.prod(x.shape[:-1]), sum(o.tensor.spec.nbytes for o in (call.operand(0), x, call.out))
+    is_small = rows < MIN_EVENLY_SHARED_ROWS or nbytes < MIN_SHARED_BYTES
+    return is_small and x.region == flow.bound_instruction(number).out.region
