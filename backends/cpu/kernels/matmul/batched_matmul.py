@@ -18,6 +18,7 @@ from ....fusion.operands import BoundInstruction, Operand
 from ...compilation.compiler import Kernel, Subroutine, subroutine
 from ...compilation.kernel_args import declare_args
 from ...simd.dot_tiles import DotTileIntrinsics, make_dot_tile_intrinsics
+from ...simd.lane_masks import gather_lanes_of_bits, load_lanes_of_bits
 from ...simd.permute_lanes import transpose_bf16, transpose_f16, transpose_f32
 from ...simd.vectors import (
     LANES,
@@ -47,10 +48,14 @@ EXPANDED_COLUMNS, COLUMN_BYTES, ROWS_PER_CHUNK = 768, 64, 512
 The expanded columns fill a good part of the second cache. A tile loads them from there as fast as it multiplies. If
 they had to fit the first cache, sums would be stored more often.
 """
+ALL_LANES = (1 << LANES) - 1
+"""The bit mask of 16 elements that are all in the image."""
 HOOK_ELEMENTS = 16384
 """Elements from which on hooks run on a panel. They fit the second cache; hooks of fewer elements take longer."""
 TRANSPOSERS = {DType.F32: transpose_f32, DType.F16: transpose_f16, DType.BF16: transpose_bf16}
-ARGS = declare_args("table products count rows columns w_row w_column x_row y_row scratch windows entries hooks[*]")
+ARGS = declare_args(
+    "table products count rows columns w_row w_column x_row y_row scratch windows entries groups taps hooks[*]"
+)
 
 
 def _make_transpose_weight_rows(dtype: DType) -> Subroutine:
@@ -131,12 +136,26 @@ def expand_column_major_rows_to_f32_columns(a, to, w, row, left, first, count):
 def expand_image_windows_to_f32_columns(a, to, w, row, left, first, count):
     """Expand 16 rows of w to columns of float32, for a convolution: each row is a window of an image.
 
-    Element [i, c] is ``windows[i] + entries[c]`` bytes after `w`. Parameters are as in
-    `make_expand_rows_to_f32_columns`.
+    Element [i, c] is ``windows[i] + entries[c]`` bytes after `w`. The first number of ``groups[row // 16]`` tells
+    whether the elements of a column are adjacent. If `taps` is not 0, a bit mask for each tap of a window follows: an
+    element without a bit lies in the padding, and is 0. Parameters are as in `make_expand_rows_to_f32_columns`.
     """
-    windows, entries = ARGS.windows(a) + 4 * row, ARGS.entries(a)
-    start, offsets = load_int(windows), load_ints(windows)
-    if left >= LANES and load_int(windows + 4 * LANES - 4) - start == 4 * LANES - 4:
+    windows, entries, taps = ARGS.windows(a) + 4 * row, ARGS.entries(a), ARGS.taps(a)
+    group = ARGS.groups(a) + row // GROUP_ROWS * 4 * (1 + taps)
+    start, offsets, is_adjacent = load_int(windows), load_ints(windows), load_int(group)
+    if taps != 0:
+        tap = first % taps
+        for c in range(first, first + count):
+            at, bits = w + load_int(entries + 4 * c), load_int(group + 4 + 4 * tap)
+            column = to + (c - first) * COLUMN_BYTES
+            if is_adjacent == 0:
+                store(column, gather_lanes_of_bits(at, offsets, bits))
+            elif bits == ALL_LANES:
+                store(column, load(at + start))
+            else:
+                store(column, load_lanes_of_bits(at + start, bits))
+            tap = tap + 1 if tap + 1 < taps else 0
+    elif is_adjacent != 0:
         for c in range(first, first + count):
             store(to + (c - first) * COLUMN_BYTES, load(w + start + load_int(entries + 4 * c)))
     else:
@@ -286,7 +305,7 @@ def add_batched_matmul_step(
         y_row=4 * y.strides[along],
         scratch=steps.scratch(f"product {size}", size * steps.threads).address,
         hooks=make_hook_words(steps.hooks),
-        **{"w_row": 0, "w_column": 0, "windows": 0, "entries": 0, **where},
+        **{"w_row": 0, "w_column": 0, "windows": 0, "entries": 0, "groups": 0, "taps": 0, **where},
     )
     hook_reads, hook_writes = list_hook_accesses(steps.hooks, 0, y.shape[-1])
     steps.add(kernel, words, reads=[*reads, *hook_reads], writes=[y, *hook_writes])

@@ -1,7 +1,7 @@
 """Convolutions and other sliding windows of images, read in place by offsets that are computed at binding.
 
 A convolution is the product of windows and a weight. One kernel expands the windows as it reads them, so that they are
-not written to memory. Padding is written around a copy of the image.
+not written to memory. It reads entries in the padding as zero. Other kernels read a copy of the image with padding.
 """
 
 from __future__ import annotations
@@ -98,13 +98,53 @@ class SlidingWindowShape:
         assert is_padded, "`_can_read_windows_or_padded_copy` has checked the walk"
         return whole
 
+    @property
+    def has_zero_padding(self) -> bool:
+        """Whether the padding has the number that kernels read outside of the image: a zero without a sign."""
+        return self.padding_value == 0 and math.copysign(1, self.padding_value) == 1
+
+    def without_padding(self) -> SlidingWindowShape:
+        """Return the windows of an image that has its padding."""
+        none = [0] * len(self.size)
+        return replace(self, left_padding=none, right_padding=none)
+
     def compute_window_start_offsets(self, image: Operand) -> Offsets:
-        """Compute the byte offset of each window from the start of its image."""
-        counts = self.count_windows(image.shape[2:])
-        return _compute_grid_offsets(counts, [step * s for step, s in zip(image.strides[2:], self.stride, strict=True)])
+        """Compute the byte offset of each window from the start of its image; it is negative in the padding."""
+        counts = self.count_windows(self.compute_padded_sizes(image.shape[2:]))
+        steps = [step * s for step, s in zip(image.strides[2:], self.stride, strict=True)]
+        before = sum(step * n for step, n in zip(image.strides[2:], self.left_padding, strict=True))
+        return _compute_grid_offsets(counts, steps) - np.int32(4 * before)
+
+    def compute_group_masks(self, image: Operand) -> Offsets:
+        """Compute for each group of 16 windows whether their elements are adjacent, and the masks of the padding.
+
+        The result is [groups, 1 + taps]. Bit i of the mask of a tap is set if this tap of window i is in the image.
+        Windows without padding have no masks.
+        """
+        axes = image.shape[2:]
+        counts = self.count_windows(self.compute_padded_sizes(axes))
+        count, has_masks = math.prod(counts), any((*self.left_padding, *self.right_padding))
+        apart = np.diff(self.compute_window_start_offsets(image), append=0).reshape(-1, LANES)[:, :-1]
+        is_real = (np.arange(-(-count // LANES) * LANES) < count).reshape(-1, LANES)
+        is_adjacent = ((apart == 4) | (~is_real[:, 1:] & has_masks)).all(1, keepdims=True) & (
+            is_real[:, -1:] | has_masks
+        )
+        if not has_masks:
+            return is_adjacent.astype(np.int32)
+        inside = np.ones((*[1] * len(axes), *[1] * len(axes)), bool)
+        for axis, (n, taps, number) in enumerate(zip(axes, self.size, counts, strict=True)):
+            at = np.arange(number)[:, None] * self.stride[axis] + np.arange(taps) * self.dilation[axis]
+            at -= self.left_padding[axis]
+            shape = [1] * 2 * len(axes)
+            shape[axis], shape[len(axes) + axis] = number, taps
+            inside = inside & ((at >= 0) & (at < n)).reshape(shape)
+        bits = np.zeros((is_real.size, math.prod(self.size)), np.int32)
+        bits[:count] = inside.reshape(count, -1)
+        masks = (bits.reshape(-1, LANES, bits.shape[1]) << np.arange(LANES)[:, None]).sum(1)
+        return np.concatenate([is_adjacent, masks], axis=1).astype(np.int32)
 
     def compute_entry_byte_offsets(self, image: Operand, channels: int) -> Offsets:
-        """Compute the byte offset of each entry (row, column and channel) from the first byte of its window."""
+        """Compute the byte offset of each entry (channel, row and column) from the first byte of its window."""
         taps = [step * d for step, d in zip(image.strides[2:], self.dilation, strict=True)]
         return _compute_grid_offsets((channels, *self.size), (image.strides[1], *taps))
 
@@ -154,7 +194,7 @@ def _bind_copy_of_windows_to_rows(steps: StepTableBuilder, call: BoundInstructio
     x, y, windows = call.operand(0), call.out, SlidingWindowShape.from_attributes(call.attrs)
     if not (_can_read_windows_or_padded_copy(x, windows) and y.is_float and y.is_dense):
         return False
-    image = windows.make_padded_image(steps, x, y)
+    image, windows = windows.make_padded_image(steps, x, y), windows.without_padding()
     starts, entries = windows.compute_window_start_offsets(image), windows.compute_entry_byte_offsets(image, x.shape[1])
     words = ARGS(
         x=image.address,
@@ -212,10 +252,10 @@ def _add_image_convolution(steps: StepTableBuilder, slide: BoundInstruction, pro
     The windows are not written to memory. Each address in them becomes an address in the image.
     """
     x, w, windows = slide.operand(0), slide.out, SlidingWindowShape.from_attributes(slide.attrs)
-    image, table = (
-        windows.make_padded_image(steps, x, product.out),
-        batched_matmul.compute_operand_addresses_per_product(product),
-    )
+    table, image = batched_matmul.compute_operand_addresses_per_product(product), x
+    if x.region.overlaps(product.out.region) or not windows.has_zero_padding:
+        image, windows = windows.make_padded_image(steps, x, product.out), windows.without_padding()
+    groups = windows.compute_group_masks(image)
     number, within = np.divmod((table[:, 0] - w.address) // 4, w.strides[0])
     table[:, 0] = image.address + 4 * (number * image.strides[0] + within // w.shape[3] * image.strides[1])
     batched_matmul.add_batched_matmul_step(
@@ -230,6 +270,8 @@ def _add_image_convolution(steps: StepTableBuilder, slide: BoundInstruction, pro
         entries=steps.constant(
             windows.compute_entry_byte_offsets(image, product.operand(0).shape[-1] // w.shape[3])
         ).address,
+        groups=steps.constant(groups).address,
+        taps=groups.shape[1] - 1,
     )
 
 
