@@ -1,4 +1,4 @@
-"""Loads of the lanes that the bits of an integer select, such as the elements of an image without its padding."""
+"""Loads of the lanes that a vector of integers selects, such as the elements of an image without its padding."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from llvmlite import ir
 
 from .vectors import ADDRESS, FLOATS, INTS, LANES, emit_masked_gather, emit_masked_load, intrinsic
 
-
-@intrinsic(FLOATS, ADDRESS, ADDRESS)
-def load_lanes_of_bits(b, address, bits):
-    """Load the lanes of 16 floats for which a bit of `bits` is set; other lanes are 0, and are not accessed."""
-    return emit_masked_load(b, address, _lanes_of_bits(b, bits))
+_INT_LANES = ir.VectorType(ir.IntType(32), LANES)
 
 
-@intrinsic(FLOATS, ADDRESS, INTS, ADDRESS)
-def gather_lanes_of_bits(b, address, byte_offsets, bits):
-    """Load the lanes for which a bit of `bits` is set, at byte offsets from `address`; other lanes are 0."""
+@intrinsic(FLOATS, ADDRESS, INTS)
+def load_negative_lanes(b, address, mask):
+    """Load the lanes of 16 floats for which `mask` is negative; other lanes are 0, and are not accessed."""
+    return emit_masked_load(b, address, _is_negative(b, mask))
+
+
+@intrinsic(FLOATS, ADDRESS, INTS, INTS)
+def gather_negative_lanes(b, address, byte_offsets, mask):
+    """Load the lanes for which `mask` is negative, at byte offsets from `address`; other lanes are 0."""
     offsets = b.sext(byte_offsets, ir.VectorType(ir.IntType(64), LANES))
-    return emit_masked_gather(b, address, offsets, _lanes_of_bits(b, bits))
+    return emit_masked_gather(b, address, offsets, _is_negative(b, mask))
 
 
-def _lanes_of_bits(b: Any, bits: Any) -> Any:
-    """Return a boolean mask: lane i is true if bit i of the integer `bits` is set."""
-    return b.bitcast(b.trunc(bits, ir.IntType(LANES)), ir.VectorType(ir.IntType(1), LANES))
+def _is_negative(b: Any, mask: Any) -> Any:
+    return b.icmp_signed("<", mask, ir.Constant(_INT_LANES, [0] * LANES))

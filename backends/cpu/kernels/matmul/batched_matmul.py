@@ -18,7 +18,7 @@ from ....fusion.operands import BoundInstruction, Operand
 from ...compilation.compiler import Kernel, Subroutine, subroutine
 from ...compilation.kernel_args import declare_args
 from ...simd.dot_tiles import DotTileIntrinsics, make_dot_tile_intrinsics
-from ...simd.lane_masks import gather_lanes_of_bits, load_lanes_of_bits
+from ...simd.lane_masks import gather_negative_lanes, load_negative_lanes
 from ...simd.permute_lanes import transpose_bf16, transpose_f16, transpose_f32
 from ...simd.vectors import (
     LANES,
@@ -48,8 +48,8 @@ EXPANDED_COLUMNS, COLUMN_BYTES, ROWS_PER_CHUNK = 768, 64, 512
 The expanded columns fill a good part of the second cache. A tile loads them from there as fast as it multiplies. If
 they had to fit the first cache, sums would be stored more often.
 """
-ALL_LANES = (1 << LANES) - 1
-"""The bit mask of 16 elements that are all in the image."""
+ADJACENT, APART, ADJACENT_WITH_PADDING, APART_WITH_PADDING = WINDOW_GROUP_KINDS = range(4)
+"""Whether the elements of 16 windows are adjacent in the image, and whether some of them lie in its padding."""
 HOOK_ELEMENTS = 16384
 """Elements from which on hooks run on a panel. They fit the second cache; hooks of fewer elements take longer."""
 TRANSPOSERS = {DType.F32: transpose_f32, DType.F16: transpose_f16, DType.BF16: transpose_bf16}
@@ -136,31 +136,28 @@ def expand_column_major_rows_to_f32_columns(a, to, w, row, left, first, count):
 def expand_image_windows_to_f32_columns(a, to, w, row, left, first, count):
     """Expand 16 rows of w to columns of float32, for a convolution: each row is a window of an image.
 
-    Element [i, c] is ``windows[i] + entries[c]`` bytes after `w`. The first number of ``groups[row // 16]`` tells
-    whether the elements of a column are adjacent. If `taps` is not 0, a bit mask for each tap of a window follows: an
-    element without a bit lies in the padding, and is 0. Parameters are as in `make_expand_rows_to_f32_columns`.
+    Element [i, c] is ``windows[i] + entries[c]`` bytes after `w`. ``groups[row // 16]`` has a number of
+    `WINDOW_GROUP_KINDS`, and for each of the `taps` of a window the place of a mask, in bytes after `groups`. Elements
+    that a mask leaves out lie in the padding, and are 0. Parameters are as in `make_expand_rows_to_f32_columns`.
     """
     windows, entries, taps = ARGS.windows(a) + 4 * row, ARGS.entries(a), ARGS.taps(a)
     group = ARGS.groups(a) + row // GROUP_ROWS * 4 * (1 + taps)
-    start, offsets, is_adjacent = load_int(windows), load_ints(windows), load_int(group)
-    if taps != 0:
-        tap = first % taps
+    start, offsets, kind = w + load_int(windows), load_ints(windows), load_int(group)
+    if kind == ADJACENT:
         for c in range(first, first + count):
-            at, bits = w + load_int(entries + 4 * c), load_int(group + 4 + 4 * tap)
-            column = to + (c - first) * COLUMN_BYTES
-            if is_adjacent == 0:
-                store(column, gather_lanes_of_bits(at, offsets, bits))
-            elif bits == ALL_LANES:
-                store(column, load(at + start))
-            else:
-                store(column, load_lanes_of_bits(at + start, bits))
-            tap = tap + 1 if tap + 1 < taps else 0
-    elif is_adjacent != 0:
-        for c in range(first, first + count):
-            store(to + (c - first) * COLUMN_BYTES, load(w + start + load_int(entries + 4 * c)))
-    else:
+            store(to + (c - first) * COLUMN_BYTES, load(start + load_int(entries + 4 * c)))
+    elif kind == APART:
         for c in range(first, first + count):
             store(to + (c - first) * COLUMN_BYTES, gather_lanes(w + load_int(entries + 4 * c), offsets))
+    else:
+        places, tap = group + 4, first % taps
+        for c in range(first, first + count):
+            mask, entry = load_ints(ARGS.groups(a) + load_int(places + 4 * tap)), load_int(entries + 4 * c)
+            if kind == ADJACENT_WITH_PADDING:
+                store(to + (c - first) * COLUMN_BYTES, load_negative_lanes(start + entry, mask))
+            else:
+                store(to + (c - first) * COLUMN_BYTES, gather_negative_lanes(w + entry, offsets, mask))
+            tap = tap + 1 if tap + 1 < taps else 0
 
 
 @cache

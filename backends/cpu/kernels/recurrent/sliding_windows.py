@@ -115,33 +115,45 @@ class SlidingWindowShape:
         before = sum(step * n for step, n in zip(image.strides[2:], self.left_padding, strict=True))
         return _compute_grid_offsets(counts, steps) - np.int32(4 * before)
 
-    def compute_group_masks(self, image: Operand) -> Offsets:
-        """Compute for each group of 16 windows whether their elements are adjacent, and the masks of the padding.
+    def compute_window_groups(self, image: Operand) -> tuple[Offsets, int]:
+        """Compute the words `groups` of a convolution kernel for each group of 16 windows, and its number of taps.
 
-        The result is [groups, 1 + taps]. Bit i of the mask of a tap is set if this tap of window i is in the image.
-        Windows without padding have no masks.
+        A group has a number of `batched_matmul.WINDOW_GROUP_KINDS`, and for each tap the place of its mask. The masks
+        follow all groups. The mask of a tap is negative for windows with this tap inside the image. Windows without
+        padding have no taps.
         """
-        axes = image.shape[2:]
-        counts = self.count_windows(self.compute_padded_sizes(axes))
-        count, has_masks = math.prod(counts), any((*self.left_padding, *self.right_padding))
-        apart = np.diff(self.compute_window_start_offsets(image), append=0).reshape(-1, LANES)[:, :-1]
-        is_real = (np.arange(-(-count // LANES) * LANES) < count).reshape(-1, LANES)
-        is_adjacent = ((apart == 4) | (~is_real[:, 1:] & has_masks)).all(1, keepdims=True) & (
-            is_real[:, -1:] | has_masks
-        )
-        if not has_masks:
-            return is_adjacent.astype(np.int32)
-        inside = np.ones((*[1] * len(axes), *[1] * len(axes)), bool)
+        counts = self.count_windows(self.compute_padded_sizes(image.shape[2:]))
+        count = math.prod(counts)
+        is_real = (np.arange(count + -count % LANES) < count).reshape(-1, LANES)
+        is_adjacent = np.diff(self.compute_window_start_offsets(image)).tolist()
+        is_adjacent = (np.array([*is_adjacent, 0]).reshape(-1, LANES)[:, :-1] == 4) | ~is_real[:, 1:]
+        inside = self._find_taps_inside(image.shape[2:], counts)
+        masks = np.zeros((is_real.size, inside.shape[1]), np.int32)
+        masks[:count] = -inside.astype(np.int32)
+        masks = masks.reshape(-1, LANES, inside.shape[1]).swapaxes(1, 2)
+        has_padding = (masks == 0).any((1, 2)) if not inside.all() else np.zeros(len(masks), bool)
+        is_adjacent = is_adjacent.all(1) & (is_real[:, -1] | has_padding)
+        kinds = (2 * has_padding + ~is_adjacent).astype(np.int32)[:, None]
+        if inside.all():
+            return kinds, 0
+        unique, places = np.unique(masks.reshape(-1, LANES), axis=0, return_inverse=True)
+        first = kinds.size * (1 + inside.shape[1])
+        places = 4 * (first + LANES * places.reshape(len(kinds), -1))
+        return np.concatenate([*np.concatenate([kinds, places], axis=1), *unique]).astype(np.int32), inside.shape[1]
+
+    def _find_taps_inside(self, axes: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Return for each window and each tap whether it lies inside an image with the sizes `axes`: [windows, taps].
+
+        There are `counts` windows along each axis.
+        """
+        rank = len(axes)
+        inside = np.ones((1,) * 2 * rank, bool)
         for axis, (n, taps, number) in enumerate(zip(axes, self.size, counts, strict=True)):
-            at = np.arange(number)[:, None] * self.stride[axis] + np.arange(taps) * self.dilation[axis]
-            at -= self.left_padding[axis]
-            shape = [1] * 2 * len(axes)
-            shape[axis], shape[len(axes) + axis] = number, taps
+            starts = np.arange(number) * self.stride[axis] - self.left_padding[axis]
+            at = starts[:, None] + np.arange(taps) * self.dilation[axis]
+            shape = [number if i == axis else taps if i == rank + axis else 1 for i in range(2 * rank)]
             inside = inside & ((at >= 0) & (at < n)).reshape(shape)
-        bits = np.zeros((is_real.size, math.prod(self.size)), np.int32)
-        bits[:count] = inside.reshape(count, -1)
-        masks = (bits.reshape(-1, LANES, bits.shape[1]) << np.arange(LANES)[:, None]).sum(1)
-        return np.concatenate([is_adjacent, masks], axis=1).astype(np.int32)
+        return inside.reshape(math.prod(counts), -1)
 
     def compute_entry_byte_offsets(self, image: Operand, channels: int) -> Offsets:
         """Compute the byte offset of each entry (channel, row and column) from the first byte of its window."""
@@ -255,7 +267,7 @@ def _add_image_convolution(steps: StepTableBuilder, slide: BoundInstruction, pro
     table, image = batched_matmul.compute_operand_addresses_per_product(product), x
     if x.region.overlaps(product.out.region) or not windows.has_zero_padding:
         image, windows = windows.make_padded_image(steps, x, product.out), windows.without_padding()
-    groups = windows.compute_group_masks(image)
+    groups, taps = windows.compute_window_groups(image)
     number, within = np.divmod((table[:, 0] - w.address) // 4, w.strides[0])
     table[:, 0] = image.address + 4 * (number * image.strides[0] + within // w.shape[3] * image.strides[1])
     batched_matmul.add_batched_matmul_step(
@@ -271,7 +283,7 @@ def _add_image_convolution(steps: StepTableBuilder, slide: BoundInstruction, pro
             windows.compute_entry_byte_offsets(image, product.operand(0).shape[-1] // w.shape[3])
         ).address,
         groups=steps.constant(groups).address,
-        taps=groups.shape[1] - 1,
+        taps=taps,
     )
 
 
