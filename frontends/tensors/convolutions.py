@@ -17,6 +17,7 @@ from ...ops.composite.window_settings import WindowSettings
 from ..errors import ModelError
 from .arithmetic import add, div
 from .matmul import reshape_channel_vector
+from .reductions import mean
 from .shapes import move_axis, reshape
 from .tensor import Tensor, as_tensor, cast, constant_tensor
 
@@ -207,8 +208,13 @@ def adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
 
     `sizes` has the number of windows on each of these axes.
     """
-    for axis, out in zip(range(x.rank - len(sizes), x.rank), sizes, strict=True):
+    axes = range(x.rank - len(sizes), x.rank)
+    if whole := [axis for axis, out in zip(axes, sizes, strict=True) if out == 1]:
+        x = mean(x, whole, keepdim=True)
+    for axis, out in zip(axes, sizes, strict=True):
         n = x.shape[axis]
+        if n == out:
+            continue
         matrix = np.zeros((out, n))
         for i in range(out):
             start, stop = i * n // out, -(-(i + 1) * n // out)

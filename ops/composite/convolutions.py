@@ -67,6 +67,9 @@ def convolution(
     if not taps:
         return _fill_result_of_empty_windows(x, o, settings)
     counts = settings.count(name, x.shape)
+    if groups == 1 and settings.has_only_window_of(x.shape[2:]):
+        rows = mul_mat(reshape(_as_f32(w), shape=(o, c * taps)), reshape(_as_f32(x), shape=(n, c * taps)))
+        return reshape(rows, shape=(n, o, *counts))
     by_group = reshape(settings.collect_windows_of(x), shape=(n, prod(counts), groups, c // groups * taps))
     shared = reshape(_as_f32(w), shape=(1, groups, o // groups, c // groups * taps))
     # The windows take the place of the weight of a product, which so has the channels before the windows.

@@ -72,6 +72,10 @@ class WindowSettings:
         """The entries from the first to the last entry of a window, for each axis."""
         return tuple(d * (k - 1) + 1 for k, d in zip(self.size, self.dilation, strict=True))
 
+    def has_only_window_of(self, axes: tuple[int, ...]) -> bool:
+        """Return whether an image with these axes, without padding, is one window with all of its entries."""
+        return self.size == self.spans == axes and not any((*self.left, *self.right))
+
     def count(self, op: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the number of windows along each axis of images with this shape, [images, channels, axes ...].
 
