@@ -66,7 +66,9 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """Return ``exp(x) / sum(exp(x))`` along an axis. A row of only -inf gives NaN."""
     if not prod(x.shape):
         return as_float(x)
-    return add(scale_and_shift(reduce_max_min_or_prod("max", x, axis, keepdim=True), 0.0), masked_softmax(x, axis))
+    scores = as_float(x)
+    nan_or_zero = scale_and_shift(reduce_max_min_or_prod("max", scores, axis, keepdim=True), 0.0)
+    return masked_softmax(add(scores, nan_or_zero), axis)
 
 
 def masked_softmax(x: Tensor, axis: int = -1) -> Tensor:
