@@ -202,14 +202,14 @@ def make_panel_hook(group: ExpressionGroup, rows: int, columns: int) -> PanelHoo
             views.
     """
     length = group.shape[-1] if group.shape else 1
-    require_supported(group.size == rows * columns and columns > 1 and length > 1, "it has another size")
+    require_supported(group.size == rows * columns and columns > 1, "it has another size")
     require_supported(not group.boxes, "an operand has elements in a part of it only")
     reads_row = any(s.function in ROW_FUNCTIONS or s.function == "row_count" for s in group.expression.steps)
     if not reads_row and all(result.shape == group.shape for result in group.results):
         views = _reshape_group_views_to_row_blocks(group, rows, (1, columns))
         if views is not None:
             return PanelHook(group, *views, has_whole_blocks=False)
-    require_supported(columns % length == 0, "its rows are in several rows of the body")
+    require_supported(length > 1 and columns % length == 0, "its rows are in several rows of the body")
     views = _reshape_group_views_to_row_blocks(group, rows, (columns // length, length))
     if views is None:
         raise NoKernelError("no loop over panels expresses its views")

@@ -8,7 +8,15 @@ from ...kernel_tables import concatenate_list_tables, merge_disjoint_tables
 from ..steps.step_table import FusionMatcher, InstructionBinder
 from . import collectives
 from .attention import bind_attention, lightning_indexer
-from .matmul import gated_matmul_few, gated_matmul_many, gated_moe_amx, gated_units, moe_matmul, packed_matmul
+from .matmul import (
+    gated_matmul_few,
+    gated_matmul_many,
+    gated_moe_amx,
+    gated_units,
+    moe_matmul,
+    packed_matmul,
+    permuted_products,
+)
 from .recurrent import gated_delta_net, linear_attention, selective_scan, short_convolution, sliding_windows
 from .rows import gather_scatter, norms, reductions, rope
 from .rowwise import arrangements, hyper_connections
@@ -39,6 +47,7 @@ FUSED: Mapping[str, tuple[FusionMatcher, ...]] = concatenate_list_tables(
     gated_matmul_few.FUSED,
     gated_matmul_many.FUSED,
     gated_moe_amx.FUSED,
+    permuted_products.FUSED,
     gather_scatter.FUSED,
     gated_delta_net.FUSED,
     short_convolution.FUSED,
