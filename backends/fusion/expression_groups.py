@@ -35,8 +35,8 @@ MAX_GROUP_OPERANDS = 16
 MAX_GROUP_STEPS = 96
 """The most steps of a composed expression: longer kernels compile slowly."""
 MAX_PERMUTED_ELEMENTS = 1 << 12
-"""The most elements of a value that a reader with permuted axes computes itself. Each operand is then read in strides,
-which takes longer than a copy of the value if the operands do not fit into the first caches."""
+"""The most elements of a value of several operands that a reader with permuted axes computes itself. Each operand is
+then read in strides, which takes longer than a copy of the value if the operands do not fit into the first caches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,10 +335,20 @@ class GroupComposition:
         if not self.can_repeat or producer.expression.depends_on_row_reduction_or_length:
             return False
         if operand.size >= call.size:
-            is_small = call.size == self.size <= MAX_PERMUTED_ELEMENTS
-            return is_small and not operand.is_dense and is_permutation_of_dense(operand)
+            is_cheap = self.size <= MAX_PERMUTED_ELEMENTS or self._reads_one_whole_operand_from_memory(producer)
+            is_whole = call.size == self.size and not operand.is_dense
+            return is_whole and is_cheap and is_permutation_of_dense(operand)
         is_per_row = producer.size * self.shape[-1] == self.size and self._reads_numbers_of_rows(call, operand)
         return call.size == self.size and not is_per_row
+
+    def _reads_one_whole_operand_from_memory(self, call: TracedInstruction) -> bool:
+        """Return whether only one operand of an instruction has as many elements as its result, and lies in memory.
+
+        A reader with permuted axes then reads as many strided elements as a reader of the result.
+        """
+        operands = ((o, maker) for o, maker in zip(call.operands, call.producers, strict=True) if o is not None)
+        whole = [maker for o, maker in operands if o.size == call.size and not _repeats_elements(o)]
+        return len(whole) == 1 and whole[0] not in self.calls
 
     def _reads_numbers_of_rows(self, call: TracedInstruction, operand: Operand) -> bool:
         """Return whether an operand has one number for each row of the group, with shape [..., 1] for rows [..., n]."""
@@ -380,6 +390,10 @@ class GroupComposition:
             out = self.calls[number].out
             self.result_views[number, is_per_row] = with_shape_and_strides(out, shape, contiguous_strides(shape))
         return self.result_views[number, is_per_row]
+
+
+def _repeats_elements(operand: Operand) -> bool:
+    return any(n != 1 and stride == 0 for n, stride in zip(operand.shape, operand.strides, strict=True))
 
 
 def compose_instructions(calls: Mapping[int, TracedInstruction], *, can_repeat: bool = False) -> GroupComposition:
