@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from ...fusion.dataflow import Dataflow
 from ...fusion.expression_groups import ExpressionGroup
+from ...fusion.operands import BoundInstruction
 from ..kernels.matmul.packed_matmul import has_matmul_kernel
 from ..kernels.matmul.tile_loops import MIN_EVENLY_SHARED_ROWS
 from ..steps.step_table import MIN_SHARED_BYTES, FusedBinding
@@ -24,9 +25,9 @@ def choose_joined_groups(
 ) -> dict[tuple[int, ...], JoinedGroups]:
     """Choose the matmuls of the same activations that run in one step, after the norm that computes the activations.
 
-    The matmuls have few rows, or are so small that one thread computes them. If a norm is a pattern that threads
-    repeat, each thread computes the whole norm for itself, then its columns of the matmuls. A norm and its matmuls
-    become one group of `flow`.
+    A norm joins matmuls of few rows, or matmuls that are so small that one thread computes them. If the norm is a
+    pattern that threads repeat, each thread computes the whole norm for itself, then its columns of the matmuls. A norm
+    and its matmuls become one group of `flow`.
 
     Args:
         flow: The dataflow, with all other groups.
@@ -41,14 +42,16 @@ def choose_joined_groups(
     generated = {group.instruction_numbers for group in groups}
     for number in range(len(flow.reader_table.program.instructions)):
         own = flow.find_group(number)
-        joined: JoinedGroups = (own,) if own in generated or repeated.get(own) == number else ()
-        candidates = [group for group in _list_matmul_groups(flow, number) if group not in found]
+        candidates = {group: is_small for group, is_small in _list_matmul_groups(flow, number) if group not in found}
+        joined: JoinedGroups = ()
+        if any(candidates.values()) and (own in generated or repeated.get(own) == number):
+            joined, candidates = (own,), {group: True for group, is_small in candidates.items() if is_small}
         while len(joined) <= MAX_JOINED_MATMULS:
             following = next((group for group in candidates if _can_join(flow, (*joined, group))), None)
             if following is None:
                 break
             joined = (*joined, following)
-            candidates.remove(following)
+            del candidates[following]
         if len(joined) > 1:
             flow.join_groups_unchecked(_flatten(joined))
             found[tuple(sorted(_flatten(joined)))] = joined
@@ -63,27 +66,31 @@ def _can_join(flow: Dataflow, groups: JoinedGroups) -> bool:
     return flow.can_join_groups(_flatten(groups))
 
 
-def _list_matmul_groups(flow: Dataflow, number: int) -> list[tuple[int, ...]]:
-    """List the groups with small matmuls that read the result of instruction `number` as activations.
+def _list_matmul_groups(flow: Dataflow, number: int) -> list[tuple[tuple[int, ...], bool]]:
+    """List the groups with matmuls that read the result of instruction `number` as activations.
 
-    They are in the order of their result sizes. The last step calls the others, so it is the largest: every thread has
-    work in it. The list does not depend on the execution order of the program.
+    For each group the list says whether its matmul is small: it has few rows, or one thread computes it. Groups are in
+    the order of their result sizes. The last step calls the others, so it is the largest: every thread has work in it.
+    The list does not depend on the execution order of the program.
     """
     readers = flow.reader_table.find_known_readers_of_first_result(number)
-    found = {flow.find_group(reader): reader for reader in readers if _is_small_matmul_of(flow, reader, number)}
+    found = {flow.find_group(reader): reader for reader in readers if _is_matmul_of(flow, reader, number)}
 
     def rank(group: tuple[int, ...]) -> tuple[int, int, int]:
         out = flow.bound_instruction(found[group]).out
         return out.size, out.tensor.buffer, out.tensor.offset
 
-    return sorted(found, key=rank)
+    return [(group, _is_small(flow.bound_instruction(found[group]))) for group in sorted(found, key=rank)]
 
 
-def _is_small_matmul_of(flow: Dataflow, reader: int, number: int) -> bool:
+def _is_matmul_of(flow: Dataflow, reader: int, number: int) -> bool:
     call = flow.bound_instruction(reader)
     if call.op != "mul_mat" or not has_matmul_kernel(call):
         return False
-    x = call.operand(1)
-    rows, nbytes = math.prod(x.shape[:-1]), sum(o.tensor.spec.nbytes for o in (call.operand(0), x, call.out))
-    is_small = rows < MIN_EVENLY_SHARED_ROWS or nbytes < MIN_SHARED_BYTES
-    return is_small and x.region == flow.bound_instruction(number).out.region
+    return call.operand(1).region == flow.bound_instruction(number).out.region
+
+
+def _is_small(call: BoundInstruction) -> bool:
+    w, x = call.operand(0), call.operand(1)
+    moved_bytes = sum(o.tensor.spec.nbytes for o in (w, x, call.out))
+    return math.prod(x.shape[:-1]) < MIN_EVENLY_SHARED_ROWS or moved_bytes < MIN_SHARED_BYTES

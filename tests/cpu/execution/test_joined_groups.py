@@ -45,7 +45,7 @@ def make_layer(rows: int) -> hocket.Graph:
 
 
 def leave_out_joined_groups(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(program_binding, "choose_joined_groups", lambda flow, patterns: {})
+    patch.setattr(program_binding, "choose_joined_groups", lambda *parts: {})
     patch.setattr(program_binding, "_recent_fusions", deque(maxlen=4))
     patch.setattr(binding_cache, "find_binding_file", lambda *args: None)  # the cache has them
 
