@@ -214,11 +214,29 @@ def take_at_constant_indices(x: Tensor, axis: int, indices: np.ndarray) -> Tenso
 
 
 def select_rows(table: Tensor, ids: Tensor) -> Tensor:
-    """Return the rows of the matrix `table` at the indices `ids`, in the dtype of the matrix."""
+    """Return the rows of the matrix `table` at the indices `ids`, in the dtype of the matrix.
+
+    Known indices that repeat one run of consecutive numbers, such as positions of each sequence, become a slice.
+    """
+    if ids.constant is not None and (run := _find_repeated_run(np.asarray(ids.constant), table.shape[0])) is not None:
+        part = slice_range(table, 0, int(run[0]), int(run[-1]) + 1)
+        repeated = expand(unsqueeze(part, 0), (ids.shape[0] // len(run), *part.shape))
+        return reshape(repeated, (ids.shape[0], table.shape[1]))
     if not table.is_integer:
         return cast(as_tensor(ops.get_rows(table.value, ids.value), None, table.is_bool), table.dtype, table.is_bool)
     numbers = ops.broadcast(reshape_value(ids.value, (1, *ids.shape)), shape=(table.shape[1], *ids.shape))
     return as_tensor(ops.transpose(ops.gather(ops.transpose(table.value), numbers)))
+
+
+def _find_repeated_run(ids: np.ndarray, count: int) -> np.ndarray | None:
+    """Find the run of consecutive indices below `count` that `ids` [n] repeats; return None if there is none."""
+    if not ids.size or ids.min() < 0 or ids.max() >= count:
+        return None
+    length = int(ids[-1]) - int(ids[0]) + 1
+    if length < 1 or len(ids) % length:
+        return None
+    run = ids[:length]
+    return run if np.array_equal(ids, np.tile(np.arange(ids[0], ids[0] + length), len(ids) // length)) else None
 
 
 def cat(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
