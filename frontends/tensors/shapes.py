@@ -189,11 +189,15 @@ def slice_(x: Tensor, axis: int = 0, start: int | None = None, stop: int | None 
     if step == 1 or count <= 1:
         return slice_range(x, axis, first, first + (count if count <= 1 else last - first))
     at = x.normalise_axis(axis)
-    lacking = max(0, first + count * step - n)
+    own = min(first, max(0, first + count * step - n))  # the place of the entry in each part of `step` entries
+    lacking = max(0, first - own + count * step - n)
     longer = pad(x, [(0, lacking if i == at else 0) for i in range(x.rank)]) if lacking else x
-    run = slice_range(longer, at, first, first + count * step)
-    parts = reshape(run, (prod(x.shape[:at]), count, step, prod(x.shape[at + 1 :])))
-    return reshape(slice_range(parts, 2, 0, 1), (*x.shape[:at], count, *x.shape[at + 1 :]))
+    run = slice_range(longer, at, first - own, first - own + count * step)
+    ahead, behind = x.shape[:at], x.shape[at + 1 :]
+    if x.rank >= MAX_RANK:
+        ahead, behind = (prod(ahead),), (prod(behind),)
+    parts = reshape(run, (*ahead, count, step, *behind))
+    return reshape(slice_range(parts, len(ahead) + 1, own, own + 1), (*x.shape[:at], count, *x.shape[at + 1 :]))
 
 
 def take_at_constant_indices(x: Tensor, axis: int, indices: np.ndarray) -> Tensor:
