@@ -209,14 +209,21 @@ def make_nested_graph() -> hocket.Graph:
     return hocket.Graph({"y": ops.sub(ops.reshape(ops.mul(x(2, 5, 6), matrix), shape=(60,)), number)})
 
 
+def make_column_sum_graph() -> hocket.Graph:
+    """Sums of the columns of matrices that have a factor per row: too many elements for several strided operands."""
+    product = ops.mul(x(8, 30, 40), hocket.input("w", (8, 30, 1)))
+    return hocket.Graph({"y": ops.neg(ops.sum_rows(ops.permute(product, axes=(0, 2, 1))))})
+
+
 @pytest.mark.parametrize(
     ("make", "fused"),
     [
+        (make_column_sum_graph, "mul sum_rows neg"),
         (make_channel_graph, "sqr sqrt div mul mul mul sub add relu"),
         (make_column_graph, "scale mul"),
         (make_nested_graph, "abs mul exp add mul sub"),
     ],
-    ids=["channels", "columns", "nested"],
+    ids=["column sums", "channels", "columns", "nested"],
 )
 def test_producers_that_are_repeated_join_and_keep_all_bits(make, fused: str, monkeypatch: pytest.MonkeyPatch):
     graph = make()
@@ -226,6 +233,13 @@ def test_producers_that_are_repeated_join_and_keep_all_bits(make, fused: str, mo
     together = run(graph, {}, threads=2)["y"]
     monkeypatch.setattr(program_binding, "choose_expression_groups", lambda flow: [])
     assert_equal_bits(together, run(graph, {}, threads=1)["y"])
+
+
+def test_a_large_value_of_two_whole_operands_is_not_permuted_by_its_reader():
+    products = [ops.mul(x(8, 30, 40), r) for r in (x(8, 30, 40, name="r"), ops.neg(x(8, 30, 40, name="r")))]
+    for product in products:
+        y = ops.sum_rows(ops.permute(product, axes=(0, 2, 1)))
+        assert "mul sum_rows" not in " ".join(list_fused_ops(hocket.Graph({"y": y})))
 
 
 def test_a_repeated_result_that_is_an_output_is_computed_once():

@@ -230,6 +230,24 @@ def test_a_hook_of_whole_rows_leaves_no_thread_without_work() -> None:
 
 
 @pytest.mark.long
+def test_elements_with_trailing_axes_of_size_one_are_hooks() -> None:
+    image, w, bias = (
+        hocket.input("x", (1, 40, 1, 1)),
+        hocket.weight("w", (24, 40, 1, 1)),
+        hocket.weight("b", (24, 1, 1)),
+    )
+    graph = hocket.Graph({"y": ops.silu(ops.add(ops.convolution(image, w), bias))})
+    backend = CpuBackend(2)
+    program = hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))]).device_plans[0].program
+    assert [call.op for call in program.instructions] == ["mul_mat", "add", "silu"]
+    assert len(backend.list_kernels(program, backend.device(0))) == 1
+    rng = np.random.default_rng(7)
+    x, values = rng.standard_normal((1, 40, 1, 1)).astype(np.float32), random_values(graph, rng)
+    y = load(graph, values, 2).run({"x": x})["y"]
+    total = np.einsum("ncij,ocij->no", x.astype(np.float64), values["w"].astype(np.float64)) + values["b"][:, 0, 0]
+    assert np.abs(y[..., 0, 0] - total / (1 + np.exp(-total))).max() < 1e-5
+
+
 def test_planning_a_product_that_each_layer_reads_is_linear() -> None:
     def plan(layers: int) -> None:
         x = hocket.input("x", (1, 64))
