@@ -13,6 +13,7 @@ from functools import cached_property
 
 from ...ops.declaration.attributes import float_attribute
 from ...ops.declaration.expression import Expression, Step
+from ...ops.declaration.scalar import ROW_FUNCTIONS
 from ..base import contiguous_strides
 from .dataflow import has_same_elements
 from .operand_views import (
@@ -335,7 +336,10 @@ class GroupComposition:
         if not self.can_repeat or producer.expression.depends_on_row_reduction_or_length:
             return False
         if operand.size >= call.size:
-            is_cheap = self.size <= MAX_PERMUTED_ELEMENTS or self._reads_one_whole_operand_from_memory(producer)
+            reads_once = sum(s.function in ROW_FUNCTIONS for s in call.expression.steps) == 1
+            is_cheap = self.size <= MAX_PERMUTED_ELEMENTS or (
+                reads_once and self._reads_one_whole_operand_from_memory(producer)
+            )
             is_whole = call.size == self.size and not operand.is_dense
             return is_whole and is_cheap and is_permutation_of_dense(operand)
         is_per_row = producer.size * self.shape[-1] == self.size and self._reads_numbers_of_rows(call, operand)
