@@ -233,7 +233,7 @@ def select_rows(table: Tensor, ids: Tensor) -> Tensor:
 
 
 def _find_repeated_run(ids: np.ndarray, count: int) -> np.ndarray | None:
-    """Find the run of consecutive indices below `count` that `ids` [n] repeats; return None if there is none."""
+    """Find the run of consecutive indices below `count` that `ids` [n] repeats, or return None."""
     if not ids.size or ids.min() < 0 or ids.max() >= count:
         return None
     length = int(ids[-1]) - int(ids[0]) + 1

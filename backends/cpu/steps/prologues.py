@@ -16,8 +16,8 @@ from .step_table import StepWords, TableStep
 def join_steps(steps: Sequence[TableStep]) -> list[TableStep]:
     """Merge steps into a later step, which calls their kernels first (its prologue); return the remaining steps.
 
-    Steps merge if no barrier is between them, none may stop the run, and threads split their work in the same way:
-    either the words of each thread state its part, or the kernels do. A thread with work in one of them must have work
+    Steps merge if no barrier is between them, none may stop the run, and threads split their work in the same way.
+    Either the words of each thread state its part, or the kernels do. A thread with work in one of them must have work
     in the last one, which calls the others.
     """
     joined: list[TableStep] = []
