@@ -193,11 +193,8 @@ def slice_(x: Tensor, axis: int = 0, start: int | None = None, stop: int | None 
     lacking = max(0, first - own + count * step - n)
     longer = pad(x, [(0, lacking if i == at else 0) for i in range(x.rank)]) if lacking else x
     run = slice_range(longer, at, first - own, first - own + count * step)
-    ahead, behind = x.shape[:at], x.shape[at + 1 :]
-    if x.rank >= MAX_RANK:
-        ahead, behind = (prod(ahead),), (prod(behind),)
-    parts = reshape(run, (*ahead, count, step, *behind))
-    return reshape(slice_range(parts, len(ahead) + 1, own, own + 1), (*x.shape[:at], count, *x.shape[at + 1 :]))
+    parts = reshape(run, (prod(x.shape[:at]), count, step, prod(x.shape[at + 1 :])))
+    return reshape(slice_range(parts, 2, own, own + 1), (*x.shape[:at], count, *x.shape[at + 1 :]))
 
 
 def take_at_constant_indices(x: Tensor, axis: int, indices: np.ndarray) -> Tensor:
