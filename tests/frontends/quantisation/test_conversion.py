@@ -214,7 +214,7 @@ def test_partial_files_are_continued_only_if_they_are_right(changed, source, tmp
     assert not record.exists()
 
 
-def test_a_pipe_gets_the_file_and_no_partial_files_are_made(source, tmp_path):
+def test_a_pipe_gets_the_file_and_no_partial_file(source, tmp_path):
     assert quantize(source, tmp_path / "whole.gguf", "q8_0") == 0
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

@@ -128,9 +128,9 @@ class SlidingWindowShape:
         is_adjacent = np.diff(self.compute_window_start_offsets(image)).tolist()
         is_adjacent = (np.array([*is_adjacent, 0]).reshape(-1, LANES)[:, :-1] == 4) | ~is_real[:, 1:]
         inside = self._find_taps_inside(image.shape[2:], counts)
-        masks = np.zeros((is_real.size, inside.shape[1]), np.int32)
-        masks[:count] = -inside.astype(np.int32)
-        masks = masks.reshape(-1, LANES, inside.shape[1]).swapaxes(1, 2)
+        by_window = np.zeros((is_real.size, inside.shape[1]), np.int32)
+        by_window[:count] = -inside.astype(np.int32)
+        masks = by_window.reshape(-1, LANES, inside.shape[1]).swapaxes(1, 2)
         has_padding = (masks == 0).any((1, 2)) if not inside.all() else np.zeros(len(masks), bool)
         is_adjacent = is_adjacent.all(1) & (is_real[:, -1] | has_padding)
         kinds = (2 * has_padding + ~is_adjacent).astype(np.int32)[:, None]
