@@ -19,9 +19,8 @@ from ..backends import find_device
 from ..backends.progress_bar import open_progress_bar
 from ..frontends.flag_values import parse_natural, parse_positive
 from ..frontends.terminal.arguments import CommandParser, describe_os_error_with_remedy
-from ..graph.errors import BackendError, HocketError
+from ..graph.errors import BackendError, HocketError, format_count
 from ..graph.storage.files import require_writable, write_text
-from ..graph.validation import format_count
 from .cases.case import DECLARATION_CHECK, get_tested_op
 from .cases.inputs import NoReference
 from .cases.model_cases import collect_case_texts, read_model_graphs

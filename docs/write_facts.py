@@ -90,7 +90,6 @@ def format_folder_families() -> Iterator[str]:
 
 def collect_facts() -> Mapping[str, str]:
     """Return the text of each fact by its name."""
-    from hocket.benchmarks.gpu.compare_predictions import WRONG_PREDICTION_FACTOR
     from hocket.frontends.models import ARCHITECTURES
     from hocket.frontends.safetensors.families import FAMILIES
     from hocket.ops.registry import REGISTRY
@@ -104,7 +103,6 @@ def collect_facts() -> Mapping[str, str]:
         stored
         | ranges
         | {
-            "prediction-limit": f"{100 * (WRONG_PREDICTION_FACTOR - 1):.0f} %",
             "architectures": f"{len(ARCHITECTURES)} architectures",
             "ops": f"{len(REGISTRY)} ops",
             "folder-families": "".join(format_folder_families()),

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from ..graph import Graph, GraphError, from_json
 from ..graph.dtypes import DType
-from ..graph.errors import format_install_command
-from ..graph.validation import format_count
+from ..graph.errors import format_count, format_install_command
 from ..ops.text import parse
 from .errors import ModelError
 from .gguf.reader import MAGIC

@@ -15,19 +15,9 @@ import numpy.typing as npt
 
 from ..distributed import SINGLE_PROCESS, World
 from ..graph import validate_arguments
+from ..graph.errors import format_count
 from ..graph.old_names import RenamedAttribute
-from ..graph.validation import (
-    ANY,
-    BOOL,
-    CALLABLE,
-    FILE_KIND,
-    NONE,
-    TEXT,
-    format_count,
-    instance_of,
-    integer_between,
-    list_of,
-)
+from ..graph.validation import ANY, BOOL, CALLABLE, FILE_KIND, NONE, TEXT, instance_of, integer_between, list_of
 from ..scheduler import Plan, format_bytes
 from .completion import Completion, Token, complete_text, compute_logprobs, decode_tokens
 from .config_options import accept_config_fields_as_keywords, format_options_as_args_section
@@ -419,11 +409,8 @@ class Model:
 
     def __repr__(self) -> str:
         where, model = ", ".join(self._group.devices), self._model
-        state = (
-            "closed"
-            if self._idle_sessions.is_closed
-            else f"{format_count(self._model.layer_count_without_mtp, 'layer')}, context {self.context}"
-        )
+        layers = format_count(self._model.layer_count_without_mtp, "layer")
+        state = "closed" if self._idle_sessions.is_closed else f"{layers}, context {self.context}"
         return f"Model({str(model.gguf.path)!r}: {model.architecture} on {where}, {state})"
 
     def _repr_html_(self) -> str:

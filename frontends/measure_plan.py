@@ -8,7 +8,7 @@ from statistics import median
 
 import numpy as np
 
-from ..graph.validation import format_count
+from ..graph.errors import format_count
 from ..scheduler import Plan, describe_memory_problem
 from ..scheduler.costs.timeline import TimelineEntry
 from ..scheduler.ir.formatting import format_seconds

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ..backends.progress_bar import is_progress_visible, open_progress_bar
 from ..distributed import SINGLE_PROCESS, World
-from ..graph.validation import BOOL, NONE, format_count, instance_of, validate_arguments
+from ..graph.errors import format_count
+from ..graph.validation import BOOL, NONE, instance_of, validate_arguments
 from .adapters import read_adapters
 from .errors import ModelError
 from .generation.speculative import require_same_vocabulary

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..graph.validation import format_count
+from ..graph.errors import format_count
 from .errors import ModelError
 from .models import Model
 

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .errors import HocketError, PlanError
+from .errors import HocketError, PlanError, format_count
 from .spec import Spec
-from .validation import format_count
 
 NUMBERS, INTEGERS = "biuf", "iu"
 """The `kind` letters of NumPy dtypes for real numbers, and for integers."""

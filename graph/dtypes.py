@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .errors import GraphError
+from .errors import GraphError, format_count
 from .old_names import RenamedAttribute
-from .validation import did_you_mean, format_count, format_value
+from .validation import did_you_mean, format_value
 
 
 class DTypeMeta(EnumType):

@@ -65,3 +65,8 @@ class StepError(BackendError):
     def __init__(self, node: str, device: str, finished_instructions: int | frozenset[int], reason: str) -> None:
         super().__init__(f"%{node} on {device}: {reason}")
         self.node, self.device, self.finished_instructions = node, device, finished_instructions
+
+
+def format_count(count: int, noun: str, plural: str = "") -> str:
+    """Return a count with its noun: ``1 axis``, ``2 axes``. The plural is the noun with an s if none is given."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"

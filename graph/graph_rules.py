@@ -7,19 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from .attrs import quote_node_name, quote_word
 from .dtypes import DType
-from .errors import GraphError
+from .errors import GraphError, format_count
 from .graph import Graph
 from .node import LEAF_OPS, Node
 from .spec import check_spec
-from .validation import (
-    CALLABLE,
-    MAX_MESSAGE_CHARACTERS,
-    format_count,
-    indefinite_article,
-    instance_of,
-    list_of,
-    validate_arguments,
-)
+from .validation import CALLABLE, MAX_MESSAGE_CHARACTERS, indefinite_article, instance_of, list_of, validate_arguments
 
 GraphRule = Callable[[Graph], Iterator[str]]
 

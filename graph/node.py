@@ -13,7 +13,7 @@ import numpy.typing as npt
 from .array_checks import as_real_number_array
 from .attrs import ATTRS_KIND, NO_ATTRS, Attrs, are_attributes_plain, format_attribute, quote_node_name, quote_word
 from .dtypes import DTYPE_BY_NAME, DType, DTypeLike
-from .errors import GraphError
+from .errors import GraphError, format_count
 from .lazy_dataclass import dataclass
 from .spec import MAX_SIZE, Spec, make_spec
 from .validation import (
@@ -21,7 +21,6 @@ from .validation import (
     NONE,
     TEXT,
     ArgumentKind,
-    format_count,
     format_value,
     instance_of,
     require,

@@ -16,11 +16,11 @@ import numpy as np
 
 from .attrs import MAX_DEPTH, Attr, Attrs
 from .dtypes import DTYPE_BY_NAME
-from .errors import GraphError
+from .errors import GraphError, format_count
 from .graph import Graph
 from .node import Node, Value
 from .spec import MAX_SIZE, Spec, make_spec
-from .validation import TEXT, format_count, validate_arguments
+from .validation import TEXT, validate_arguments
 
 _WORDS: dict[str, Attr] = {"true": True, "false": False, "none": None, **DTYPE_BY_NAME}
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}

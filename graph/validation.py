@@ -175,11 +175,6 @@ def format_value(value: object) -> str:
     return text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[: MAX_MESSAGE_CHARACTERS - 3]}..."
 
 
-def format_count(count: int, noun: str, plural: str = "") -> str:
-    """Return a count with its noun: ``1 axis``, ``2 axes``. The plural is the noun with an s if none is given."""
-    return f"{count} {noun if count == 1 else plural or noun + 's'}"
-
-
 def describe_exception(error: BaseException) -> str:
     """Return an exception of foreign code as one line. Its class comes first, except for an error of hocket."""
     text = " ".join(str(error).split())

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..graph.attrs import Attr, Attrs
 from ..graph.dtypes import DType
+from ..graph.errors import format_count
 from ..graph.spec import Spec
-from ..graph.validation import format_count
 from .declaration.op import Array, OperandSpecs, op
 from .declaration.shape_rules import axis_attribute
 from .declaration.signature import SignatureMismatch

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..graph.errors import GraphError
+from ..graph.errors import GraphError, format_count
 from ..graph.node import Value
-from ..graph.validation import did_you_mean, format_count, format_value, number_between
+from ..graph.validation import did_you_mean, format_value, number_between
 from .declaration.op import Op
 from .elementwise.binary import add, div, mul, scale, sub
 from .elementwise.generators import fill

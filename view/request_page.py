@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..graph.validation import format_count
+from ..graph.errors import format_count
 
 WIDTH, CHOICE_HEIGHT, BAR_HEIGHT = 1000, 56, 24
 """Sizes of the drawing in SVG units."""

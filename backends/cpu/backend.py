@@ -14,9 +14,9 @@ from typing import Any, Self
 import numpy as np
 
 from ...graph.dtypes import STATE_DTYPES, DType
+from ...graph.errors import format_count
 from ...graph.node import Node
 from ...graph.spec import Spec
-from ...graph.validation import format_count
 from ...ops.collectives import COLLECTIVES
 from ...ops.quantisation import decode_array, dequantise, encode_array
 from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, view_host_tensor

@@ -15,9 +15,8 @@ import numpy as np
 
 from ...backends.base import Backend, Device, Instruction, Program, Tensor
 from ...backends.capabilities import FusedExpression, GeneratesFusedKernels
-from ...graph.errors import BackendError
+from ...graph.errors import BackendError, format_count
 from ...graph.graph import Graph
-from ...graph.validation import format_count
 from ...scheduler import SingleDeviceComm, plan_for_group
 from ..cases.operand_layouts import Array
 from ..cases.random_graphs import make_random_graph_and_weights

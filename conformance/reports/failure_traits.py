@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...graph.attrs import format_attribute
-from ...graph.validation import format_count
+from ...graph.errors import format_count
 from ...ops.declaration.signature import LeadingAxesBroadcast
 from ..cases.case import DECLARATION_CHECK, INPUTS, LAYOUTS, Case
 from ..checks.run_case import Outcome, Result

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from textwrap import wrap
 from xml.etree import ElementTree
 
-from ...graph.validation import format_count
+from ...graph.errors import format_count
 from ..cases.case import LAYOUTS
 from ..checks.run_case import Outcome, Result
 from .failure_traits import group_failures_by_op_with_traits

@@ -19,8 +19,8 @@ from ...backends.capabilities import SupportsThreads, TimedKernel
 from ...backends.cpu.backend import CpuBackend
 from ...backends.cpu.tuning.machine_limits import MemoryBandwidthTest, read_largest_cache_bytes
 from ...distributed import SINGLE_PROCESS, World
+from ...graph.errors import format_count
 from ...graph.node import Node
-from ...graph.validation import format_count
 from ...ops import op_of
 from ..errors import ModelError
 from ..flag_values import parse_naturals, parse_positive, parse_positives

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...backends.progress_bar import open_progress_bar
-from ...graph.validation import format_count
+from ...graph.errors import format_count
 from ..errors import ModelError
 from ..gguf.mapped_file import format_name_for_message
 from ..gguf.metadata import LazyMetadataArray

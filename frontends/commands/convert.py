@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from ...graph.errors import format_count
 from ...graph.storage.files import require_writable
-from ...graph.validation import format_count
 from ..open_model import open_model
 from ..safetensors import list_files_of_folder, write_folder_as_gguf
 from ..terminal.output import write_line_to_stderr

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from tqdm import tqdm
 
+from ...graph.errors import format_count
 from ...graph.storage.files import require_writable
-from ...graph.validation import format_count
 from ..errors import ModelError
 from ..flag_values import parse_natural, parse_positive
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ...graph.errors import format_count
 from ...graph.storage.files import replacing, require_writable
-from ...graph.validation import format_count
 from ..errors import ModelError
 from ..flag_values import parse_token_ids
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...backends.progress_bar import open_progress_bar
-from ...graph.validation import format_count
+from ...graph.errors import format_count
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..inference.session import F32, Session

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ...backends.base import find_device
 from ...graph import DType, Graph, PlanError
+from ...graph.errors import format_count
 from ...graph.storage.files import require_writable, write_text
-from ...graph.validation import format_count
 from ...scheduler import (
     PASS_DUMPS,
     DevicePlan,

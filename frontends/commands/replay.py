@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from ...graph.validation import format_count
+from ...graph.errors import format_count
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer, has_vocabulary
 from ..inference.model_digest import compute_model_digest

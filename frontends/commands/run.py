@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 
 from ...backends.base import find_device
+from ...graph.errors import format_count
 from ...graph.storage.files import require_writable
-from ...graph.validation import format_count
 from ...scheduler import format_bytes
 from ..config_options import list_options
 from ..errors import ModelError

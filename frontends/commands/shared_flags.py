@@ -8,8 +8,8 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from ...graph.errors import format_count
 from ...graph.storage.files import require_writable
-from ...graph.validation import format_count
 from ..config_options import ConfigOption
 from ..errors import ModelError
 from ..flag_values import parse_regular_expression

@@ -12,8 +12,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from ...graph.errors import format_count
 from ...graph.lazy_dataclass import dataclass
-from ...graph.validation import ANY, NONE, format_count, instance_of, integer_between, list_of, validate_arguments
+from ...graph.validation import ANY, NONE, instance_of, integer_between, list_of, validate_arguments
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer, TokenToTextStream
 from ..inference.decoding.device_tokens import (

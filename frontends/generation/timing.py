@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ...graph.errors import format_count
 from ...graph.lazy_dataclass import dataclass
-from ...graph.validation import format_count
 
 
 @dataclass(slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Sequence
 
+from ...graph.errors import format_count
 from ...graph.lazy_dataclass import dataclass
-from ...graph.validation import format_count
 from ..errors import ModelError
 from .metadata import LazyMetadataArray
 from .reader import Gguf

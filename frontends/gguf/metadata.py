@@ -13,8 +13,8 @@ from typing import TypeAlias, Union, overload
 
 import numpy as np
 
+from ...graph.errors import format_count
 from ...graph.lazy_dataclass import dataclass
-from ...graph.validation import format_count
 from .mapped_file import HeaderCursor, MappedFile, format_name_for_message
 
 MAX_DEPTH = 4

@@ -18,8 +18,9 @@ from typing import TypeVar, overload
 
 import numpy as np
 
+from ...graph.errors import format_count
 from ...graph.lazy_dataclass import dataclass
-from ...graph.validation import did_you_mean, format_count
+from ...graph.validation import did_you_mean
 from ..errors import ModelError
 from .mapped_file import HeaderCursor, MappedFile, format_name_for_message, map_file
 from .metadata import LazyMetadataArray, MetadataType, MetadataValue, read_metadata

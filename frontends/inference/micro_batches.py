@@ -14,7 +14,8 @@ from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Protocol
 
 from ...distributed import World
-from ...graph.validation import ANY, BOOL, format_count, integer_between, list_of, require, validate_arguments
+from ...graph.errors import format_count
+from ...graph.validation import ANY, BOOL, integer_between, list_of, require, validate_arguments
 from ...scheduler import DeferredInterrupts, Plan
 from ..errors import ModelError
 from ..models import Model

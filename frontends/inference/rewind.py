@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from ...graph.errors import format_count
 from ...graph.lazy_dataclass import dataclass
-from ...graph.validation import format_count
 from ..errors import ModelError
 from ..models import SNAPSHOTS, WINDOWS
 from .session import Session

@@ -21,9 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph.dtypes import DType
+from ...graph.errors import format_count
 from ...graph.lazy_dataclass import dataclass
 from ...graph.storage.files import PRIVATE, replacing
-from ...graph.validation import ANY, NONE, format_count, instance_of, list_of, validate_arguments
+from ...graph.validation import ANY, NONE, instance_of, list_of, validate_arguments
 from ..errors import ModelError
 from ..gguf.mapped_file import format_name_for_message
 from ..terminal.arguments import describe_os_error_with_remedy

@@ -15,18 +15,7 @@ import numpy.typing as npt
 from ...backends.base import Backend, Device
 from ...distributed import SINGLE_PROCESS, World
 from ...graph import require, validate_arguments
-from ...graph.validation import (
-    ANY,
-    BOOL,
-    CALLABLE,
-    NONE,
-    TEXT,
-    ArgumentKind,
-    format_count,
-    instance_of,
-    integer_between,
-    list_of,
-)
+from ...graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, ArgumentKind, instance_of, integer_between, list_of
 from ...scheduler import DeferredInterrupts, Executor, ImmediateInterrupts, Plan, Store, plan_with_cache
 from ...scheduler.costs.rank_speeds import agree_on_slowest_rank_speeds
 from ..errors import ModelError
@@ -313,9 +302,7 @@ class Session:
         if not hidden:
             require_next_token_logits(self.model)
         if len(tokens) != self.sequences:
-            raise ModelError(
-                f"got tokens for {format_count(len(tokens), 'sequence')}, the session has {self.sequences}"
-            )
+            raise ModelError(f"sequences: got tokens for {len(tokens)}, the session has {self.sequences}")
         for i, (length, new) in enumerate(zip(self.lengths, tokens, strict=True), first):
             text = "the text" if self.sequences == 1 and not first else f"sequence {i}"
             require_tokens_fit_context(self.model, self.context, text, length + len(new))
@@ -434,7 +421,7 @@ class Session:
 
     def __repr__(self) -> str:
         devices, count = ", ".join(str(device) for _, device in self.group), self.sequences
-        contents = format_count(count, "sequence") if count > 1 else format_count(self.lengths[0], "token")
+        contents = f"{count} sequences" if count > 1 else f"length {self.lengths[0]}"
         return f"Session({self.model!r} on {devices}, {contents} in a context of {self.context})"
 
     @property

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph import Graph
+from ...graph.errors import format_count
 from ...graph.lazy_dataclass import dataclass
-from ...graph.validation import format_count
 from ..adapters import NO_ADAPTERS, Adapters
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 from types import MappingProxyType
 
-from ...graph.validation import format_count
+from ...graph.errors import format_count
 from ..errors import ModelError
 from ..gguf.hyperparameter_keys import ArchitectureMetadata
 from .hyperparameters import (

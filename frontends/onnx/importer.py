@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph import DType, Graph, GraphError, Value, input, weight
-from ...graph.validation import format_count, validate_arguments
+from ...graph.errors import format_count
+from ...graph.validation import validate_arguments
 from ..errors import ModelError
 from ..tensors.call_signature import MAX_CONSTANT_BYTES, ProgramArgument, ProgramResult, resolve_dtype_name
 from ..tensors.tensor import Tensor, cast, constant_tensor, limit_shape_to_max_rank, merge_equal_nodes

@@ -10,7 +10,7 @@ import numpy as np
 
 from ... import ops
 from ...graph import DType
-from ...graph.validation import format_count
+from ...graph.errors import format_count
 from ..errors import ModelError
 from ..tensors import arithmetic as arith
 from ..tensors import indexing, matmul, reductions, shapes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import reprlib
 
-from ...graph.validation import format_count
+from ...graph.errors import format_count
 from .families import DELTA_NET_ARCHITECTURES, EXPERT_ARCHITECTURES, FolderFamily
 from .json_files import GGUF_REMEDY, JsonObject
 from .linear_attention import read_delta_net_pairs

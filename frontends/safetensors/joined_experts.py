@@ -14,7 +14,7 @@ from hashlib import sha256
 import numpy as np
 
 from ...graph.dtypes import DType
-from ...graph.validation import format_count
+from ...graph.errors import format_count
 from ...ops.quantisation import dequantise
 from ..gguf import Tensor
 from .derived_tensor import derive_tensor

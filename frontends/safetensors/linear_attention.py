@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph.dtypes import DType
+from ...graph.errors import format_count
 from ...graph.lazy_dataclass import dataclass
-from ...graph.validation import format_count
 from ...ops.quantisation import dequantise
 from ..gguf import Tensor
 from .derived_tensor import derive_tensor

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...graph.dtypes import DType
-from ...graph.validation import format_count
+from ...graph.errors import format_count
 from ..gguf import Tensor
 from ..gguf.mapped_file import MappedFile
 from .derived_tensor import derive_tensor

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 
 from ...graph.dtypes import DType
-from ...graph.validation import format_count
+from ...graph.errors import format_count
 from ..errors import ModelError
 from ..gguf import Tensor
 from ..gguf.mapped_file import LENGTH_FIELD, MappedFile, format_name_for_message, map_file

@@ -10,7 +10,7 @@ from base64 import b64decode
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...graph.validation import format_count
+from ...graph.errors import format_count
 from ..errors import ModelError
 from ..gguf.mapped_file import format_name_for_message
 from ..gguf.tokenization.pretokenizers import PRE_TOKENIZERS

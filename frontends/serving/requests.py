@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...graph.errors import HocketError
+from ...graph.errors import HocketError, format_count
 from ...graph.lazy_dataclass import dataclass
-from ...graph.validation import format_count
 from ..errors import ModelError, NonFiniteLogitError
 from ..generation.generate import GenerationParams
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from ...graph.validation import format_count
+from ...graph.errors import format_count
 from ..errors import ModelError
 from ..inference.saved_state import SavedSessionState
 from .prefix_cache import PrefixCache

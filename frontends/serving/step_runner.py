@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ...graph.validation import format_count
+from ...graph.errors import format_count
 from ...scheduler import format_bytes
 from ..errors import ModelError
 from ..inference.decoding.device_tokens import TokenCandidates, TokenChoice

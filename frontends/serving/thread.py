@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 from ...distributed import RanksError
 from ...distributed.rank_calls import RankCalls
-from ...graph.errors import HocketError, StatesLostError
+from ...graph.errors import HocketError, StatesLostError, format_count
 from ...graph.lazy_dataclass import dataclass
-from ...graph.validation import format_count
 from ..errors import ModelError
 from ..inference.model_digest import compute_model_digest
 from ..inference.saved_state import SavedSessionState

@@ -10,7 +10,7 @@ import numpy as np
 
 from ... import ops
 from ...graph import Value
-from ...graph.validation import format_count
+from ...graph.errors import format_count
 from ..errors import ModelError
 from .arithmetic import add, apply_unary_op, as_float, compare, maximum, mul, rsqrt, scale_and_shift, sub, where
 from .reductions import reduce_max_min_or_prod, sum_over

@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 
+from ...graph.errors import format_count
 from ...graph.storage.disk_cache import cache_folder
-from ...graph.validation import format_count
 from ..errors import ModelError
 from ..generation.conversation import Conversation
 from .arguments import replace_arguments_by_flag_names

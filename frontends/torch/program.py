@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from ...graph import Graph
-from ...graph.validation import format_count
+from ...graph.errors import format_count
 from ..errors import ModelError
 from ..tensors.call_signature import ProgramArgument, ProgramResult
 from ..tensors.tensor import limit_shape_to_max_rank

@@ -8,9 +8,9 @@ from math import prod
 import numpy as np
 
 from ...graph.dtypes import DType
-from ...graph.errors import GraphError
+from ...graph.errors import GraphError, format_count
 from ...graph.node import Value
-from ...graph.validation import format_count, validate_arguments
+from ...graph.validation import validate_arguments
 from ..elementwise.binary import add, cast
 from ..matrix.matmul import mul_mat
 from ..movement.arrange import pad

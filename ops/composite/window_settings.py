@@ -11,9 +11,9 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from ...graph.errors import GraphError
+from ...graph.errors import GraphError, format_count
 from ...graph.node import Node, Value, constant
-from ...graph.validation import format_count, instance_of, integer_between, list_of
+from ...graph.validation import instance_of, integer_between, list_of
 from ..declaration.signature import SignatureMismatch
 from ..movement.sliding_windows import count_windows, windows
 

@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ...graph.attrs import Attr, Attrs
+from ...graph.errors import format_count
 from ...graph.lazy_dataclass import dataclass
-from ...graph.validation import describe_exception, format_count
+from ...graph.validation import describe_exception
 from .broadcasting import tile_to_shape
 from .expression import Expression, format_formula, trace
 from .numpy_functions import NUMPY_FUNCTIONS, Array

@@ -13,11 +13,11 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeAlias, TypeVar, overload
 
 from ...graph.attrs import Attr, Attrs, quote_word
-from ...graph.errors import GraphError
+from ...graph.errors import GraphError, format_count
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...graph.spec import Spec, check_spec
-from ...graph.validation import did_you_mean, format_count, format_value, validate_constructor
+from ...graph.validation import did_you_mean, format_value, validate_constructor
 from .attributes import normalise_attribute
 from .axis_links import AxisLink
 from .call_signature import build_call_signature, format_untyped_signature, read_attributes, returns_scalar

@@ -8,9 +8,9 @@ import numpy as np
 
 from ...graph.attrs import Attr, Attrs
 from ...graph.dtypes import CACHE_DTYPES
+from ...graph.errors import format_count
 from ...graph.node import Node
 from ...graph.spec import Spec
-from ...graph.validation import format_count
 from ..declaration.attributes import float_attribute
 from ..declaration.broadcasting import tile_to_shape
 from ..declaration.op import Array, op
@@ -78,10 +78,7 @@ def _check_attention(
     **_: object,
 ) -> str | None:
     if blocks is not None and s > BLOCK_KEYS * blocks:
-        return (
-            f"mask has {format_count(s, 'key')}, but {format_count(blocks, 'block')} of the table have "
-            f"{BLOCK_KEYS * blocks}"
-        )
+        return f"mask has {format_count(s, 'key')}, but the table has room for {BLOCK_KEYS * blocks}"
     heads = kv_heads * query_heads
     if m is not None and (heads % m if m else heads):
         return f"mask has {format_count(m, 'head')}, which do not divide the {heads} of q"

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from ...graph.attrs import Attrs
-from ...graph.validation import format_count
+from ...graph.errors import format_count
 from ..declaration.attributes import float_attribute
 from ..declaration.op import Array, op
 from ..declaration.samples import LegalRange, expand_template

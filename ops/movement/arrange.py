@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...graph.attrs import Attrs
+from ...graph.errors import format_count
 from ...graph.spec import Spec
-from ...graph.validation import format_count
 from ..declaration import scalar
 from ..declaration.axis_links import AxisLink, link_first_operand_axes_to_result
 from ..declaration.broadcasting import tile_to_shape

@@ -9,8 +9,8 @@ from math import prod
 import numpy as np
 
 from ...graph.attrs import Attr, Attrs
+from ...graph.errors import format_count
 from ...graph.spec import Spec
-from ...graph.validation import format_count
 from ..declaration.axis_links import AxisLink, link_first_operand_axes_to_result
 from ..declaration.op import Array, OperandSpecs, op
 from ..declaration.samples import expand_template

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from ...graph.attrs import Attr, Attrs
+from ...graph.errors import format_count
 from ...graph.spec import Spec
-from ...graph.validation import format_count
 from ..declaration.op import Array
 from ..declaration.samples import LegalRange
 from ..declaration.signature import SignatureMismatch

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from ...graph.validation import format_count
+from ...graph.errors import format_count
 from ..declaration.op import Array, op
 from ..declaration.samples import LegalRange, expand_template
 

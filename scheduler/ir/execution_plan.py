@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, get_args
 
 from ...backends.base import BACKEND_KIND, Backend, Device
-from ...graph.errors import PlanError
+from ...graph.errors import PlanError, format_count
 from ...graph.graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from ...graph.old_names import RenamedAttribute
@@ -20,7 +20,6 @@ from ...graph.validation import (
     NONE,
     TEXT,
     ArgumentKind,
-    format_count,
     instance_of,
     integer_between,
     list_of,
@@ -43,9 +42,9 @@ from ..costs.timeline import (
     is_timeline_sequential,
 )
 from ..lowering.device_plan import DevicePlan as DevicePlan
-from .field_types import describe_field_fault
+from ..records.field_types import describe_field_fault
+from ..records.illegal_records import blame_illegal_record
 from .formatting import format_bytes
-from .illegal_records import blame_illegal_record
 from .layout import Layout
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from ...graph.old_names import RenamedAttribute
 from ...graph.repeated_runs import DeviceNodeRepetitions, ShortenedGraph, split_numbered_name
 from ...graph.validation import instance_of, list_of, pair_of, validate_constructor
 from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS, find_collective_sequence_number
-from ..ir.illegal_records import blame_illegal_record
+from ..records.illegal_records import blame_illegal_record
 from .lower import FusedGroups, lower_with_state_saves
 from .structural_equality import (
     make_leaf_output_and_collective_key,

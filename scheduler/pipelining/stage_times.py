@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...graph.errors import PlanError
-from ...graph.validation import format_count, integer_between, validate_arguments
+from ...graph.errors import PlanError, format_count
+from ...graph.validation import integer_between, validate_arguments
 from ..costs.timeline import compute_device_end_seconds
 from ..ir.execution_plan import PLAN_KIND, Plan
 from ..ir.pipeline_actions import PipelineAction, PipelineOrder

@@ -14,11 +14,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ...graph.errors import GraphError, PlanError
-from ...graph.validation import format_count
+from ...graph.errors import GraphError, PlanError, format_count
 from ..ir.execution_plan import Plan
 from ..ir.formatting import format_bytes, format_seconds
-from ..ir.illegal_records import IllegalRecordError
+from ..records.illegal_records import IllegalRecordError
 from ..sharding.axes import Factor
 from .memory_fit import compute_missing_bytes
 

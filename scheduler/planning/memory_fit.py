@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...backends.base import Device
-from ...graph.errors import PlanError
-from ...graph.validation import NONE, format_count, integer_between, validate_arguments
+from ...graph.errors import PlanError, format_count
+from ...graph.validation import NONE, integer_between, validate_arguments
 from ..ir.execution_plan import PLAN_KIND, Plan
 from ..ir.formatting import format_bytes
 from ..ir.layout import Local, Shard

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ...backends.base import THREADS_KIND, find_devices
-from ...graph.errors import PlanError
+from ...graph.errors import PlanError, format_count
 from ...graph.graph import Graph
 from ...graph.node import Value
 from ...graph.validation import (
@@ -23,7 +23,6 @@ from ...graph.validation import (
     MAX_MESSAGE_CHARACTERS,
     NONE,
     TEXT,
-    format_count,
     format_value,
     instance_of,
     list_of,

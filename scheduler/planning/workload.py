@@ -10,17 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ...graph.errors import PlanError
+from ...graph.errors import PlanError, format_count
 from ...graph.graph import Graph
-from ...graph.validation import (
-    CALLABLE,
-    NONE,
-    format_count,
-    instance_of,
-    integer_between,
-    list_of,
-    validate_constructor,
-)
+from ...graph.validation import CALLABLE, NONE, instance_of, integer_between, list_of, validate_constructor
 from ..costs.hardware import Hardware
 from ..ir.execution_plan import Plan
 from ..pipelining.stage_times import MIN_PIPELINE_SPEEDUP, count_pipeline_stages, estimate_pipeline_speedup

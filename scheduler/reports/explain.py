@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from ...backends.capabilities import SupportsTransports
 from ...graph.attrs import quote_node_name
+from ...graph.errors import format_count
 from ...graph.graph import assign_names
 from ...graph.layer_folding import find_adjacent_repetitions
 from ...graph.node import Node, Value
-from ...graph.validation import format_count
 from ...ops import REGISTRY
 from ...ops.collectives import find_collective_sequence_number
 from ...ops.registry import find_view_base

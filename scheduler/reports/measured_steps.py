@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ...graph.errors import PlanError
-from ...graph.validation import format_count
+from ...graph.errors import PlanError, format_count
 from ..ir.execution_plan import Plan
 from ..runtime.trace import Trace
 from .perfetto_trace import (

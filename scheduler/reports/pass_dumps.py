@@ -18,9 +18,9 @@ from types import MappingProxyType
 from ...backends.base import Instruction, Program, Tensor
 from ...backends.capabilities import GeneratesFusedKernels, ProgramFusion
 from ...graph.attrs import format_attribute, quote_node_name
+from ...graph.errors import format_count
 from ...graph.graph import Graph, assign_names, format_graph
 from ...graph.node import Node, Value
-from ...graph.validation import format_count
 from ...ops import REGISTRY
 from ..ir.execution_plan import Plan
 from ..ir.formatting import format_bytes, format_table

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...graph.attrs import quote_node_name
+from ...graph.errors import format_count
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
-from ...graph.validation import format_count
 from ..ir.execution_plan import Plan
 from ..ir.formatting import format_bytes, format_devices, format_seconds
 from ..ir.layout import Local, Shard, compute_local_shape

@@ -20,20 +20,13 @@ from ...graph.graph import Graph
 from ...graph.node import view_constant_array
 from ...graph.old_names import RenamedAttribute, warn_of_old_name
 from ...graph.spec import Spec
-from ...graph.validation import (
-    MAX_MESSAGE_CHARACTERS,
-    TEXT,
-    format_count,
-    instance_of,
-    integer_between,
-    validate_arguments,
-)
+from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, instance_of, integer_between, validate_arguments
 from ...ops.quantisation import encode_array
 from ..ir.execution_plan import PLAN_KIND, Plan
-from ..ir.field_types import record_kind
 from ..ir.formatting import format_bytes
 from ..ir.layout import REPLICATE, Layout, Local, Replicate, Shard, compute_local_shape, find_layout_error
 from ..lowering.device_plan import DEVICES_KIND, DevicePlan, Devices
+from ..records.field_types import record_kind
 from .communicators import find_device_rank
 from .device_locks import DeviceLock
 from .packed_weight_files import PackedFileKey, PackedWeightFiles, WeightOrigin
@@ -183,9 +176,7 @@ class Store:
             first, count, total = (0, 1, 1) if name in pools else sequences
             spec, layout = self._layouts[name]
             if spec.shape[0] % total or (isinstance(layout, Shard) and layout.axis == 0):
-                raise PlanError(
-                    f"state %{name}: {spec} {layout} has no equal parts for {format_count(total, 'sequence')}"
-                )
+                raise PlanError(f"state %{name}: {spec} {layout} has no equal parts for {total} sequences")
             part = _make_spec_of_parts(spec, count, total)
             other._layouts[name], other._states[name] = (part, layout), None
             for number, device in self._device_buffers.items():
@@ -210,10 +201,7 @@ class Store:
         state = self.state(name)
         rows = state.shape[0]
         if abs(source - target) < count or max(source, target) + count > rows:
-            raise PlanError(
-                f"copy_state_rows: {format_count(count, 'row')} from {source} and {target}; need two parts of "
-                f"{format_count(rows, 'row')}"
-            )
+            raise PlanError(f"copy_state_rows: count {count} from {source} and {target}; need two parts of {rows} rows")
         if isinstance(state.layout, Shard) and state.layout.axis == 0:
             raise PlanError(f"copy_state_rows: %{quote_node_name(name):.60} is sharded along its rows")
         with self.device_lock:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from ...backends.base import Comm
-from ...graph.errors import PlanError
-from ...graph.validation import format_count
+from ...graph.errors import PlanError, format_count
 from ..ir.execution_plan import Plan
 from ..lowering.device_plan import find_collective_group_of_each_device
 from .communicators import SingleDeviceComm, make_local_communicator_group

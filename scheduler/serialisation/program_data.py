@@ -9,9 +9,9 @@ from typing import Any
 
 from ...backends.base import BufferSpec, Instruction, Program, Tensor
 from ...graph.dtypes import DTYPE_BY_NAME
+from ...graph.errors import format_count
 from ...graph.graph import Graph
 from ...graph.spec import Spec, make_spec
-from ...graph.validation import format_count
 from ...ops import REGISTRY
 from ..ir.layout import PARTIAL, REPLICATE, Layout, Local, Shard
 

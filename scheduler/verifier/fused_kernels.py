@@ -26,8 +26,7 @@ from collections.abc import Iterator
 
 from ...backends.base import Program, Tensor
 from ...backends.capabilities import FusedExpression, GeneratesFusedKernels, ProgramFusion
-from ...graph.errors import PlanError
-from ...graph.validation import format_count
+from ...graph.errors import PlanError, format_count
 from ...ops.collectives import COLLECTIVES
 from .fused_terms import SymbolicTerms, merge_tensor_axes
 from .hooked_kernels import find_hook_faults, split_hooked_kernels

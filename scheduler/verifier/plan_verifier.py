@@ -20,10 +20,10 @@ import numpy as np
 
 from ...backends.capabilities import GeneratesFusedKernels, find_class_of_equal_devices
 from ...graph.attrs import quote_node_name
-from ...graph.errors import GraphError, PlanError
+from ...graph.errors import GraphError, PlanError, format_count
 from ...graph.graph import assign_names
 from ...graph.node import Node, Value
-from ...graph.validation import format_count, validate_arguments
+from ...graph.validation import validate_arguments
 from ...ops import REGISTRY, op_of, verify
 from ...ops.collectives import COLLECTIVES
 from ..ir.execution_plan import PLAN_KIND, DevicePlan, Plan

@@ -7,8 +7,8 @@ from dataclasses import field
 from ...frontends.generation.grammar import Grammar
 from ...frontends.generation.lazy_grammar import LazyJsonGrammar
 from ...frontends.serving.requests import GenerationRequest
+from ...graph.errors import format_count
 from ...graph.lazy_dataclass import dataclass
-from ...graph.validation import format_count
 from ..bodies.answers import AnswerParser, AnswerParserOptions
 from ..bodies.generic_tools import OPEN_CALL
 from ..bodies.messages import CLOSE_THOUGHT, ChatPrompt

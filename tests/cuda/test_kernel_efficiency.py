@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +28,11 @@ STEPS = fit_efficiency.read_model_steps()
 @pytest.mark.parametrize("step", STEPS, ids=[f"{s.kind}-{s.model}-{s.tokens}-on-{s.cells}" for s in STEPS])
 def test_a_step_is_predicted_within_the_limit_of_the_measured_time(step):
     assert 1e6 * step.predict_plan().cost.total == pytest.approx(step.microseconds, rel=WRONG_PREDICTION_FACTOR - 1)
+
+
+def test_pages_state_the_limit_of_predictions():
+    facts = tomllib.loads((Path(fit_efficiency.__file__).parents[2] / "docs" / "facts.toml").read_text("utf-8"))
+    assert facts["prediction-limit"]["text"] == f"{100 * (WRONG_PREDICTION_FACTOR - 1):.0f} %"
 
 
 def test_three_models_are_measured_for_decoding_and_for_prompts():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hocket
-from hocket.graph.validation import format_count
+from hocket.graph.errors import format_count
 
 PACKAGE = Path(hocket.__file__).parent
 WITHOUT_PACKAGE = ("tests", "benchmarks", "docs", "examples", ".ci")

@@ -92,7 +92,7 @@ def make_numba_subroutine(body: FunctionType, **options: Any) -> NumbaSubroutine
 
     Args:
         body: The Python function.
-        options: Options of `numba.njit`.
+        options: The options of Numba's ``njit``.
     """
     return NumbaSubroutine(body, targetoptions={"nopython": True, **options})
 
@@ -102,9 +102,9 @@ def translate_to_llvm_assembly(body: FunctionType, signature: str, name: str, **
 
     Args:
         body: The Python function.
-        signature: The types of its result and arguments, as in `numba.cfunc`.
+        signature: The types of its result and arguments, as in Numba's ``cfunc``.
         name: The symbol of the function in the assembly, which has the calling convention of C.
-        options: Options of `numba.cfunc`.
+        options: The options of Numba's ``cfunc``.
     """
     entry_point = EntryPoint(body, sigutils.normalize_signature(signature), {}, options)
     with target_extension.target_override(TARGET_NAME):

@@ -47,7 +47,9 @@ def choose_joined_groups(
         if any(candidates.values()) and (own in generated or repeated.get(own) == number):
             joined, candidates = (own,), {group: True for group, is_small in candidates.items() if is_small}
         while len(joined) <= MAX_JOINED_MATMULS:
-            following = next((group for group in candidates if _can_join(flow, (*joined, group))), None)
+            matmuls = joined[1:] if joined and joined[0] == own else joined
+            independent = (group for group in candidates if all(_are_independent(flow, group, m) for m in matmuls))
+            following = next((group for group in independent if _can_join(flow, (*joined, group))), None)
             if following is None:
                 break
             joined = (*joined, following)
@@ -64,6 +66,17 @@ def _flatten(groups: JoinedGroups) -> list[int]:
 
 def _can_join(flow: Dataflow, groups: JoinedGroups) -> bool:
     return flow.can_join_groups(_flatten(groups))
+
+
+def _are_independent(flow: Dataflow, group: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Return whether neither of two groups writes an operand or a result of the other one, so that no thread waits."""
+    calls, others = ([flow.bound_instruction(number) for number in numbers] for numbers in (group, other))
+    return not any(
+        result.region.overlaps(operand.region)
+        for writers, users in ((calls, others), (others, calls))
+        for result in (operand for call in writers for operand in call.dst)
+        for operand in (operand for call in users for operand in (*call.src, *call.dst) if operand is not None)
+    )
 
 
 def _list_matmul_groups(flow: Dataflow, number: int) -> list[tuple[tuple[int, ...], bool]]:

@@ -19,16 +19,9 @@ from dataclasses import field
 from functools import partial
 from typing import TypeVar
 
+from ....graph.errors import format_count
 from ....graph.lazy_dataclass import dataclass
-from ....graph.validation import (
-    BOOL,
-    TEXT,
-    format_count,
-    format_value,
-    instance_of,
-    integer_between,
-    validate_arguments,
-)
+from ....graph.validation import BOOL, TEXT, format_value, instance_of, integer_between, validate_arguments
 from ...errors import ModelError
 from .dna_tokenizer import KMER_SUFFIX
 from .pretokenizers import PreTokenizerRule

@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from ....graph.validation import format_count
+from ....graph.errors import format_count
 from ...errors import ModelError
 from ..mapped_file import STRINGS_PER_READ
 from .pretokenizers import GEMMA4, PreTokenizerRule, select_pre_tokenizer_rule

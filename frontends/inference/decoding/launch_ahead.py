@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ....graph.errors import BackendError
-from ....graph.validation import format_count
+from ....graph.errors import BackendError, format_count
 from ....scheduler import DeferredInterrupts, Executor, LaunchedRun
 from ...models import Batch, Step
 from ...models.inputs.graph_builder import NEXT_TOKEN_STATE

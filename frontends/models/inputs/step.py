@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ....graph.dtypes import DType
+from ....graph.errors import format_count
 from ....graph.lazy_dataclass import dataclass
-from ....graph.validation import format_count, format_value
+from ....graph.validation import format_value
 from ....ops.matrix.attention import BLOCK_KEYS
 from ...errors import ModelError
 

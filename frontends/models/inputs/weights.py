@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from .... import ops
 from ....graph import Value, weight
 from ....graph.dtypes import FLOAT_DTYPES
-from ....graph.validation import format_count
+from ....graph.errors import format_count
 from ...errors import ModelError
 from ...gguf import Gguf
 from ...gguf.hyperparameter_keys import CONVERT_REMEDY

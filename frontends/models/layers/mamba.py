@@ -11,8 +11,8 @@ from typing import Self
 
 from .... import ops
 from ....graph import Value
+from ....graph.errors import format_count
 from ....graph.lazy_dataclass import dataclass
-from ....graph.validation import format_count
 from ...gguf.hyperparameter_keys import ArchitectureMetadata
 from ..inputs.family import FamilyTraits
 from ..inputs.graph_builder import RECURRENT_INPUTS, StepGraphBuilder

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from .... import ops
 from ....graph import Value
+from ....graph.errors import format_count
 from ....graph.lazy_dataclass import dataclass
-from ....graph.validation import format_count
 from ...errors import ModelError
 from ...gguf.hyperparameter_keys import MAX_I32, ArchitectureMetadata
 from ..inputs.graph_builder import StepGraphBuilder

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ....graph.validation import format_count
+from ....graph.errors import format_count
 from ....ops.matrix.attention import BLOCK_KEYS
 from ...errors import ModelError
 from ..prefix_cache import (

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
+from ....graph.errors import format_count
 from ....graph.graph import Graph
 from ....graph.node import Node, Value
-from ....graph.validation import format_count
 from ...costs.hardware import Estimate, Hardware
 from ...ir.formatting import format_bytes, format_seconds
 from ...ir.layout import Layout, Shard
@@ -334,8 +334,7 @@ def group_factors(
 def _describe_factor_group(factors: Factors, factor: Factor, leaf: tuple[Node, int], layer_count: int) -> str:
     """Return a name for a group of factors that users can read.
 
-    Examples: ``kv heads of 30 layers (3 each), as in axis 1 of %blk.0.attn_output.weight``, ``axis 0 of
-    %output.weight (128 pieces)``.
+    Examples: ``kv heads of 30 layers (3 each), as in axis 1 of %blk.0.o``, ``axis 0 of %output (128 pieces)``.
     """
     node, axis = leaf
     where, word = f"axis {axis} of %{node.name}", factors.format_signature_name_of_factor(factor)

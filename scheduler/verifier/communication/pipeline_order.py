@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ....backends.base import Program
-from ....graph.validation import format_count
+from ....graph.errors import format_count
 from ....ops.collectives import POINT_TO_POINT_OPS, narrow_to_integer
 from ...ir.pipeline_actions import PipelineAction, PipelineOrder
 from .collective_order import CollectiveCall, list_collective_calls

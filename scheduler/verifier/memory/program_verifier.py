@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 
 from ....backends.base import ALIGNMENT, BACKEND_KIND, Backend, BufferSpec, Instruction, Program, Tensor
 from ....graph.attrs import quote_node_name
-from ....graph.errors import PlanError
+from ....graph.errors import PlanError, format_count
 from ....graph.graph import Graph, assign_names
 from ....graph.node import Node, Value
-from ....graph.validation import format_count, instance_of, validate_arguments
+from ....graph.validation import instance_of, validate_arguments
 from ....ops import op_of
 from ....ops.elementwise.binary import cont
-from ...ir.field_types import record_kind
+from ...records.field_types import record_kind
 from .buffer_contents import (
     BufferContents,
     ViewCache,

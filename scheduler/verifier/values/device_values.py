@@ -16,7 +16,6 @@ from typing import TypeAlias
 
 from ....graph.graph import Graph
 from ....graph.node import Node, Value
-from ....graph.validation import format_count
 from ....ops import REGISTRY
 from ....ops.collectives import COLLECTIVES, cast_to_index_ranges, narrow_to_integer
 from .collective_order import make_shared_collective_key, order_nodes_by_operands_and_sequence
@@ -429,7 +428,7 @@ class ValueTrace:
         if any(h.partial_sum is not None for h in device_facts):
             return "it is a partial sum that no all-reduce completes"
         if len(ranges_by_device) != len(device_facts):
-            return f"index ranges are given for {format_count(len(ranges_by_device), 'device')}"
+            return f"index ranges are given for {len(ranges_by_device)} devices"
         for fact in device_facts:
             if not self.numbering.has_equal_entries(
                 number, (*axes[:axis], (), *axes[axis + 1 :]), with_empty_index_on_axis(fact.axes, axis)
@@ -438,8 +437,7 @@ class ValueTrace:
         for device, (fact, own) in enumerate(zip(device_facts, ranges_by_device, strict=True)):
             if count_entries(fact.axes[axis]) != count_entries(own):
                 return (
-                    f"device {device} has {format_count(count_entries(fact.axes[axis]), 'entry', 'entries')} "
-                    f"for {format_count(count_entries(own), 'position')}"
+                    f"device {device} has {count_entries(fact.axes[axis])} entries for {count_entries(own)} positions"
                 )
         index = merge_scattered_entries(
             tuple(concatenate_indices([r]) for r in ranges_by_device), tuple(h.axes[axis] for h in device_facts)

@@ -115,6 +115,19 @@ def test_matmuls_of_a_generated_norm_are_one_step(rows: int, columns: int, steps
     assert np.abs(alone["v"] - h @ rows_of["wv"].T).max() < 1e-3
 
 
+@pytest.mark.parametrize("order", [("gate", "up"), ("up", "gate")])
+def test_a_matmul_with_a_hook_that_reads_another_matmul_does_not_join_it(order: tuple[str, str]):
+    h = ops.rms_norm(hocket.input("x", (2, 16)), eps=1e-6)
+    products = {name: ops.mul_mat(hocket.weight(name, (12, 16)), h) for name in order}
+    graph, backend = hocket.Graph({"y": ops.swiglu(products["gate"], products["up"])}), CpuBackend(2)
+    (device_plan,) = hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))]).device_plans
+    program = device_plan.program
+    fusion = backend.describe_fusion(program)
+    assert [*find_fusion_faults(program, fusion)] == []
+    matmuls = {n for n, instruction in enumerate(program.instructions) if instruction.op == "mul_mat"}
+    assert not any(matmuls <= {n for group in joined for n in group} for joined in fusion.joined)
+
+
 @pytest.mark.long(cases=1)
 def test_a_token_of_qwen35_4b_takes_few_steps_and_barriers(tmp_path):
     header = random_models.write_qwen35_header(tmp_path / "model.gguf", random_models.SIZE_4B)

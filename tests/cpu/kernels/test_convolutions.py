@@ -11,22 +11,9 @@ from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.kernels.recurrent.sliding_windows import SlidingWindowShape
 from hocket.ops import REGISTRY
 
+from ...given.cpu_runs import list_cpu_kernels, run_on_cpu
+
 RNG = np.random.default_rng(61)
-
-
-def list_kernels(graph: hocket.Graph) -> list[str]:
-    """The ops of each kernel of a graph on one CPU device."""
-    backend = CpuBackend(1)
-    device_plan = hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))]).device_plans[0]
-    names = [i.op for i in device_plan.program.instructions]
-    calls = backend.list_kernels(device_plan.program, device_plan.device)
-    return [" ".join(names[n] for n in call.instruction_numbers) for call in calls]
-
-
-def run(graph: hocket.Graph, values: dict[str, np.ndarray], inputs: dict[str, np.ndarray], threads: int):
-    backend = CpuBackend(threads)
-    plan = hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))])
-    return hocket.load(plan, values).run(inputs)
 
 
 def convolve(x: np.ndarray, w: np.ndarray, groups: int, settings: dict[str, tuple[int, ...]]) -> np.ndarray:
@@ -64,9 +51,9 @@ def test_a_convolution_is_one_kernel_that_reads_padding_as_zero(name: str, threa
     weight = hocket.weight("w", (o, shape[1] // groups, *size))
     settings = {"stride": stride, "dilation": dilation, "left": left, "right": right}
     graph = hocket.Graph({"y": ops.convolution(view, weight, **settings, groups=groups)})
-    assert list_kernels(graph) == ["windows mul_mat"]
+    assert list_cpu_kernels(graph) == ["windows mul_mat"]
     x, w = (RNG.standard_normal(s).astype(np.float32) for s in (source, weight.shape))
-    y = run(graph, {"w": w}, {"x": x}, threads)["y"]
+    y = run_on_cpu(graph, {"w": w}, {"x": x}, threads)["y"]
     expected = convolve(x if axes is None else x.transpose(axes), w, groups, {"size": size, **settings})
     assert np.abs(y.reshape(expected.shape) - expected).max() < 1e-4
 
@@ -78,7 +65,7 @@ def test_an_infinity_in_the_image_stays_out_of_other_windows():
     )
     x = np.ones((1, 1, 6, 20), np.float32)
     x[..., 0, 0] = np.inf
-    y = run(graph, {"w": np.ones((1, 1, 3, 3), np.float32)}, {"x": x}, 1)["y"]
+    y = run_on_cpu(graph, {"w": np.ones((1, 1, 3, 3), np.float32)}, {"x": x}, 1)["y"]
     assert np.isinf(y[0, 0, :2, :2]).all()
     assert np.isfinite(y).sum() == y.size - 4
 
@@ -89,12 +76,12 @@ def test_another_padding_is_copied_around_the_image(value: float):
     taken = ops.windows(hocket.input("x", (1, 3, 5, 6)), **padding, value=value)
     rows = ops.reshape(taken, shape=(1, 30, 12))
     graph = hocket.Graph({"y": ops.mul_mat(rows, hocket.weight("w", (1, 4, 12)))})
-    assert len(list_kernels(graph)) == 2
+    assert len(list_cpu_kernels(graph)) == 2
     x, w = (
         RNG.standard_normal((1, 3, 5, 6)).astype(np.float32),
         np.abs(RNG.standard_normal((1, 4, 12))).astype(np.float32),
     )
-    y = run(graph, {"w": w}, {"x": x}, 1)["y"]
+    y = run_on_cpu(graph, {"w": w}, {"x": x}, 1)["y"]
     windows = REGISTRY["windows"].reference(x.astype(np.float64), **padding, value=value).reshape(30, 12)
     assert np.allclose(y[0], w[0] @ windows.T, rtol=1e-5, atol=1e-5)
 
@@ -121,9 +108,9 @@ def test_only_windows_with_adjacent_elements_are_read_at_once():
 def test_a_window_of_the_whole_image_is_a_product_of_vectors():
     x, w = hocket.input("x", (3, 5, 2, 4)), hocket.weight("w", (7, 5, 2, 4))
     graph = hocket.Graph({"y": ops.relu(ops.convolution(x, w, stride=(2, 3)))})
-    assert list_kernels(graph) == ["mul_mat relu"]
+    assert list_cpu_kernels(graph) == ["mul_mat relu"]
     values = [RNG.standard_normal(v.shape).astype(np.float32) for v in (x, w)]
-    y = run(graph, {"w": values[1]}, {"x": values[0]}, 1)["y"]
+    y = run_on_cpu(graph, {"w": values[1]}, {"x": values[0]}, 1)["y"]
     expected = np.maximum(np.einsum("ncij,ocij->no", *(v.astype(np.float64) for v in values)), 0)
     assert y.shape == (3, 7, 1, 1)
     assert np.abs(y[..., 0, 0] - expected).max() < 1e-4

@@ -156,7 +156,7 @@ def test_a_session_that_makes_no_sense_is_refused(flags: dict[str, int], words: 
 
 
 def test_tokens_for_another_number_of_sequences_are_refused() -> None:
-    with pytest.raises(ModelError, match="for 2 sequences, the session has 1"):
+    with pytest.raises(ModelError, match="sequences: got tokens for 2, the session has 1"):
         Session(open_model(None)).evaluate([[1], [2]])
 
 

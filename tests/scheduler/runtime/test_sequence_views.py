@@ -76,7 +76,7 @@ def test_rows_are_copied(store: Store, source: int, target: int, count: int) -> 
     ("source", "target", "count"), [(0, 1, 2), (1, 0, 2), (0, 7, 2), (7, 0, 2), (0, 0, 1), (0, 9, 0)]
 )
 def test_rows_that_overlap_or_are_missing_are_refused(store: Store, source: int, target: int, count: int) -> None:
-    with pytest.raises(PlanError, match=f"{count} rows from {source} and {target}; need two parts of 8 rows"):
+    with pytest.raises(PlanError, match=f"count {count} from {source} and {target}; need two parts of 8 rows"):
         store.copy_state_rows("table", source, target, count)
     assert np.array_equal(store.state("table"), VALUES)
 

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, Union, cast, get_args, 
 
 from ...backends.base import BACKEND_KIND, Backend
 from ...graph.attrs import ATTRS_KIND
+from ...graph.errors import format_count
 from ...graph.graph import Graph
 from ...graph.repeated_runs import ShortenedGraph
-from ...graph.validation import BOOL, NONE, TEXT, ArgumentKind, format_count, format_value, instance_of
+from ...graph.validation import BOOL, NONE, TEXT, ArgumentKind, format_value, instance_of
 
 MAX_INTEGER = 2**63 - 1
 
