@@ -296,7 +296,7 @@ class RankGroupMember:
     def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
         """Copy slices of the sources of all devices into `into`; see `Comm.all_gather`.
 
-        Each source goes to only one device of each other rank, which shares it with the other devices of its rank.
+        One device of each other rank receives a source. The other devices of this rank copy the source from it.
         """
         others = [mates for mates in self._groups if mates is not self._mates]
         posted = [self._send(source, mates[self._place % len(mates)], sequence) for mates in others]

@@ -104,9 +104,15 @@ def compute_scratch_bytes_at_placeholders(
 
 @lru_cache(maxsize=1 << 14)  # a plan repeats the question for every layer and device
 def infer_spec_in_device_memory(spec: Spec, kind: str, is_exact: bool) -> Spec:
-    """Return the shape and dtype in which the backend stores a value with the declared spec.
+    """Return the shape and dtype in which the backend stores a value in device memory.
 
-    An exact backend stores weights as float32. States that are rows of a dtype of caches keep it.
+    Packed weights keep their dtype, with rows padded to complete units. Integers, 16-bit weight matrices, and states
+    with rows of a cache dtype keep their spec. All other values are stored as float32.
+
+    Args:
+        spec: The declared spec of the value.
+        kind: ``value``, or the op of a leaf, such as ``weight``.
+        is_exact: Whether the backend computes in float32. Then all weights are stored as float32.
     """
     matrix = kind in LOADED_LEAF_KINDS and len(spec.shape) >= 2 and not is_exact
     if matrix and spec.dtype in PLANE_LAYOUTS:

@@ -69,7 +69,7 @@ def evaluate_mixed_step(
         with DeferredInterrupts():  # states and lengths belong together
             logits = executor.run(inputs)["logits"]
             session.reversible_step = None
-            session.advance_by_chunk(new)
+            session.record_evaluated_chunk(new)
     rows = [logits[i : i + 1] if one else logits[:0] for i, one in enumerate(decoded)]
     rows[sequence] = logits[-1:]
     return rows

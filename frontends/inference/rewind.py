@@ -60,7 +60,7 @@ def keep_first_tokens_of_last_step(session: Session, token_count: int) -> None:
             )
         rewind_states(session, before.step.tokens, {0: token_count})
         session.lengths, session.recent = list(before.lengths), list(before.recent)
-        session.advance_by_chunk([before.chunk[0][:token_count], *before.chunk[1:]])
+        session.record_evaluated_chunk([before.chunk[0][:token_count], *before.chunk[1:]])
         session.mtp_rows[:1] = [rows[:token_count] for rows in session.mtp_rows[:1]]
         session.reversible_step = None
 

@@ -222,7 +222,7 @@ class Session:
         with DeferredInterrupts():  # states and lengths belong together
             results = executor.run(inputs)
             self.reversible_step = ReversibleStep(step, self.lengths, self.recent, part) if reversible else None
-            self.advance_by_chunk(part)
+            self.record_evaluated_chunk(part)
             if self.mtp_rows and not hidden:
                 self.mtp_rows = split_output_rows(results["hidden"], part, every_position, self.mtp_rows)
         if self.watch is not None:
@@ -292,8 +292,8 @@ class Session:
         """Return the empty rows that an idle sequence gets: f32[0, width] if `hidden`, else f32[0, vocabulary]."""
         return np.zeros((0, self.model.hyper.width if hidden else self.model.vocabulary_size), np.float32)
 
-    def advance_by_chunk(self, chunk: PrefillChunk) -> None:
-        """Advance the lengths and the recent tokens of the sequences by the tokens of a chunk."""
+    def record_evaluated_chunk(self, chunk: PrefillChunk) -> None:
+        """Record that a chunk has been evaluated: add its tokens to the lengths and the recent tokens of sequences."""
         count = self.model.ngram_history_token_count
         self.lengths, self.recent = advance_lengths_and_recent_tokens(chunk, self.lengths, self.recent, count)
 
@@ -383,7 +383,7 @@ class Session:
             step = self.make_step(len(new), self.lengths[0] + len(new))
             inputs = self.model.inputs(step, Batch([new], self.lengths, None, self.recent, None, self.tables))
             yield from compare_values_with_device(self.store, self.model, self.plan(step), inputs, device, self._rules)
-            self.advance_by_chunk([new])
+            self.record_evaluated_chunk([new])
 
     @validate_arguments(ModelError, step=instance_of(Step))
     def executor(self, step: Step) -> Executor:

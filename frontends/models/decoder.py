@@ -142,8 +142,9 @@ class Decoder:
         Args:
             i: Number of the block.
             layer: The hyperparameters of the block.
-            x: The residual, f32[B*T, E]. A parallel block with ``attn_norm_2`` applies this norm to it.
-            h: The norm of the residual, f32[B*T, E].
+            x: The residual, f32[B*T, E]. It is not added to the result. A parallel block with the weight
+                ``attn_norm_2`` gives its mixers this norm of `x` in place of `h`.
+            h: The norm of the residual, f32[B*T, E], which the mixers read.
         """
         name = "attn_norm_2"
         if self.family.parallel and f"blk.{i}.{name}.weight" in self.weights.gguf.tensors:

@@ -43,7 +43,9 @@ MAX_QUEUED_BYTES = 64 << 20
 
 
 class TimeAndChecksumTape:
-    """Records the clock times that an engine reads, and the checksums of its logits, for one line of a log.
+    """Records the numbers that a replay of an engine needs: its clock readings, and the checksums of its logits.
+
+    Each line of the log takes the numbers that were recorded since the line before.
 
     Args:
         clock: Returns the time in seconds.

@@ -239,7 +239,7 @@ class EngineThread(ServedModel):
         return self._engine.history.trace_request_or_choices(name)
 
     def _queue_action_for_free_slot(self, slot: int, run: Callable[[], ActionResult]) -> Future[ActionResult]:
-        """Queue an action that runs as soon as a slot is free, and return a future of its result."""
+        """Queue an action that runs as soon as no request occupies `slot`, and return a future of its result."""
         future: Future[ActionResult] = Future()
 
         def run_action() -> None:

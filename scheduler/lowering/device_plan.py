@@ -290,13 +290,14 @@ def build_device_plans(
 def _find_device_repetitions(
     graph: Graph, is_alone: bool, shortened: ShortenedGraph | None
 ) -> DeviceNodeRepetitions | None:
-    """Find the repetitions of repeated layers in the graph of a device; None without a shortened graph.
+    """Return the repetitions of layers in the program of a device; None without a shortened graph.
 
     Args:
         graph: The graph of the device.
-        is_alone: Whether no other device shares the program. Its lowered nodes then keep the names of `graph`.
-            Otherwise their names are the positions of the nodes in `graph`, and are translated back.
-        shortened: The shortened graph, or None.
+        is_alone: Whether only this device runs the program. Then nodes of the program have the names of `graph`.
+            Devices that share a program name a node by its position in `graph`; the result then translates positions
+            to names.
+        shortened: The graph with each repeated layer once or twice, or None.
     """
     if shortened is None or is_alone:
         return None if shortened is None else DeviceNodeRepetitions(shortened)

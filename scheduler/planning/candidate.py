@@ -189,8 +189,9 @@ def choose_plan_with_fewest_missing_bytes(
     Only promising candidates are built:
 
     1. Build the plan of the candidate with the best estimate. Stop if it has a plan already.
-    2. Correct the estimates of similar candidates by the ratio of plan seconds to estimated seconds.
-    3. If the plan overlaps collectives with compute, reduce the estimates of similar candidates to the seconds of
+    2. Correct the estimates of candidates with the same bias (`Candidate.has_same_estimate_bias_as`) by the ratio of
+       plan seconds to estimated seconds.
+    3. If the plan overlaps collectives with compute, reduce the estimates of the same candidates to the seconds of
        this plan. Estimates ignore the overlap.
     4. Continue with step 1.
 

@@ -212,7 +212,7 @@ def evaluate_to_masked_candidates(
                 run.undo()
                 raise
             run.finish(chosen)
-            session.advance_by_chunk(tokens)
+            session.record_evaluated_chunk(tokens)
             rows = split_candidates_by_sequence(chosen.finish(), ids)
             return [row._replace(mask_error=errors.get(i)) for i, row in enumerate(rows)]
 

@@ -99,7 +99,7 @@ class LaunchAheadDecoder:
             session.reversible_step = None
             following = None if is_last else self._launch_following_step(launched, tokens, describe)
             results = launched.run.finish(following and following.run)
-            session.advance_by_chunk(tokens)
+            session.record_evaluated_chunk(tokens)
             self.step_count += 1
             if following is not None:
                 lock.leave_launched_run(following.run)
@@ -174,7 +174,7 @@ class LaunchAheadDecoder:
             return None
         except BaseException:
             launched.run.finish()
-            session.advance_by_chunk(tokens)
+            session.record_evaluated_chunk(tokens)
             raise
 
     def undo_launched_step(self) -> None:

@@ -58,7 +58,11 @@ class BlockPrefixCache(PrefixCache):
     def find_slot_for_prompt(
         self, prompt: tuple[int, ...], free: Sequence[int], window_size: Callable[[int], int] = lambda slot: 1
     ) -> SourceAndTargetSlots:
-        """Find the free slot with the smallest window, and count the known tokens of a prompt."""
+        """Return the slot for a prompt, and the number of its first tokens that are in cached blocks.
+
+        All slots can read all blocks, so any free slot will do. The one with the smallest window makes the shortest
+        steps. It is both the source and the target.
+        """
         target = min(free, key=lambda slot: (window_size(slot), self._contents[slot].length > 0, slot))
         _, tokens = self._tree.find_prefix(prompt[:-1])
         if self._memory.has_recurrent_states:

@@ -80,13 +80,14 @@ class _ConsumersWithSharedAttrs:
     def find_graph_nodes_that_may_match(
         self, device_node: NodeSpecs, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
-        """Yield the graph nodes of this group that a device's node may compute, whole or in part.
+        """Yield the graph nodes that a device's node may compute, completely or in part.
 
-        For a slice, these are the slices that contain its first entry; for all other ops the whole group.
+        All of them are among `consumers`. For a slice they are the slices that contain its first entry; for another op
+        they are all consumers.
 
         Args:
-            device_node: The device's node.
-            operand_entries: Entries of each operand that the device has.
+            device_node: The node of the device.
+            operand_entries: The entries of each operand that the device has.
         """
         (operand, *_) = operand_entries or (None,)
         if (

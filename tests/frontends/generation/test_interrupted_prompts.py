@@ -15,14 +15,14 @@ from ...given.models.goldens import TINY
 @pytest.mark.parametrize("limit", [0, 3])
 def test_the_known_tokens_are_those_of_the_session(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     session = Session(open_model(TINY), context=128, batch=16)
-    advance = session.advance_by_chunk
+    advance = session.record_evaluated_chunk
 
     def interrupt_behind_the_second_chunk(chunk: list[list[int]]) -> None:
         advance(chunk)
         if session.lengths == [32]:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(session, "advance_by_chunk", interrupt_behind_the_second_chunk)
+    monkeypatch.setattr(session, "record_evaluated_chunk", interrupt_behind_the_second_chunk)
     known, prompt = [list[int]()], [*range(3, 53)]
     params = GenerationParams(limit, Sampling(temperature=0.0), 0, frozenset())
     with pytest.raises(KeyboardInterrupt):

@@ -26,10 +26,13 @@ from .attention import launch_attention_with_heads
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionHeadPatterns:
-    """The instructions that prepare the heads of an attention: norm, RoPE and cache store of queries, keys and values.
+class AttentionHeadPreparation:
+    """The instructions that compute the operands of an attention: norms, RoPE, and the stores into its cache.
 
-    `instruction_numbers` are all of these instructions; `attention` is the instruction that reads them.
+    Attributes:
+        attention: The number of the attention instruction.
+        instruction_numbers: The numbers of the instructions that prepare its queries, keys and values.
+        launches: The kernel launches that replace these instructions.
     """
 
     attention: int
@@ -37,7 +40,7 @@ class AttentionHeadPatterns:
     launches: Sequence[HeadPatternLaunch]
 
 
-def match_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -> AttentionHeadPatterns:
+def match_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -> AttentionHeadPreparation:
     """Match the instructions that prepare the heads of an attention, and build the launches that compute them.
 
     They are the norm and RoPE of queries and keys, and the stores of keys and values into the cache.
@@ -61,7 +64,9 @@ def match_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -
     for one, other in permutations(head_launches, 2):
         for out in one.written_operands:
             require_no_alias(out, [*other.read_operands, *other.written_operands])
-    return AttentionHeadPatterns(attention, [n for chain in chains for n in chain.instruction_numbers], head_launches)
+    return AttentionHeadPreparation(
+        attention, [n for chain in chains for n in chain.instruction_numbers], head_launches
+    )
 
 
 def _fuse_query_key_value_head_patterns(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
