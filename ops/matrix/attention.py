@@ -210,7 +210,7 @@ def gather_blocks(pool: Array, table: Array, keys: int | None) -> Array:
         ),
         (
             'q=f32[3,4,8], k=f32[2,64,2,8], v=f32[2,64,2,8], mask=f32[3,65], table=i32[1], pool="blocks", scale=1.0',
-            "mask has 65 keys, but 1 blocks of the table have 64",
+            "mask has 65 keys, but the table has room for 64",
         ),
     ),
     signed_zeros=False,

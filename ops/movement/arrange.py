@@ -130,7 +130,7 @@ def _place_after_padding(shapes: Sequence[tuple[int, ...]], attrs: Attrs) -> Seq
         *("x=f32[0,3], left=(2,0), right=(0,1)", "x=f32[0,3], left=(0,1), right=(0,1), circular=true"),
     ),
     errors=(
-        ("x=f32[3,5], left=(1,), right=(0,0)", "left has 1 entries"),
+        ("x=f32[3,5], left=(1,), right=(0,0)", "left has 1 entry"),
         ("x=f32[3], left=(0,), right=(-1,)", "must not be negative"),
         ("x=f32[0], left=(1,), right=(0,), circular=true", "empty axis"),
         ("x=f32[3], left=(1,)", "right is missing"),
@@ -211,7 +211,7 @@ def _roll_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
         ),
         *("x=f32[7], shifts=(3,)", "x=f32[1,0], shifts=(1,2)", "x=f32[], shifts=()"),
     ),
-    errors=(("x=f32[3,5], shifts=(1,)", "shifts has 1 entries"), ("x=f32[3]", "shifts is missing")),
+    errors=(("x=f32[3,5], shifts=(1,)", "shifts has 1 entry"), ("x=f32[3]", "shifts is missing")),
     is_required=False,
     compare="exact",
     infinite=("x",),
@@ -266,7 +266,7 @@ _REGION_ERRORS = (
     ("a=f32[5], b=f32[3], offsets=(3,)", "does not lie within"),
     ("a=f32[5], b=f32[3], offsets=(-1,)", "does not lie within"),
     ("a=f32[5,2], b=f32[2], offsets=(0,0)", "as many axes"),
-    ("a=f32[5,2], b=f32[2,2], offsets=(0,)", "offsets has 1 entries"),
+    ("a=f32[5,2], b=f32[2,2], offsets=(0,)", "offsets has 1 entry"),
     ("a=f32[5], b=f16[3], offsets=(0,)", "cast one"),
 )
 

@@ -173,7 +173,7 @@ def sample_token(
         "x=f32[2,100], bits=i32[2,4]",
     ),
     errors=(
-        ("x=f32[33], bits=i32[1]", "bits has 1 words for 33 entries; need 2"),
+        ("x=f32[33], bits=i32[1]", "bits has 1 word for 33 entries; need 2"),
         ("x=i32[3], bits=i32[1]", "x is i32"),
     ),
     compare="exact",
