@@ -119,14 +119,14 @@ def _end_rank(pid: int) -> None:
         os._exit(1)
 
 
-def is_process_stopped(pid: int) -> bool:
-    """Return whether a process of this machine is stopped by SIGSTOP; False if the system gives no information."""
+def is_process_suspended(pid: int) -> bool:
+    """Return whether SIGSTOP suspends a process of this machine; False if the system gives no information."""
     return _read_process_state_and_parent(pid)[:1] in ("T", "t")
 
 
 def resume_stopped_supervisor() -> None:
     """Resume the parent process, the supervisor, by SIGCONT if it is stopped, because both have to end together."""
-    if is_process_stopped(os.getppid()):
+    if is_process_suspended(os.getppid()):
         os.kill(os.getppid(), signal.SIGCONT)
 
 
@@ -217,7 +217,7 @@ class AbsentRankDetector:
         if _read_process_state_and_parent(pid)[:1] in ("", "Z", "X"):
             record_lost_rank("it was killed")
             return "its process is gone: it was killed, or ended without a word"
-        if is_process_stopped(pid):
+        if is_process_suspended(pid):
             if now - self._stopped.setdefault(rank, now) <= STOPPED_SECONDS:
                 return ""
             record_lost_rank("it was stopped")

@@ -25,7 +25,7 @@ from ..graph.lazy_dataclass import dataclass
 from .packet_link import Packet, PacketLink
 from .presence import (
     STOPPED_SECONDS,
-    is_process_stopped,
+    is_process_suspended,
     record_lost_rank,
     register_exit_participant,
     resume_stopped_supervisor,
@@ -394,7 +394,7 @@ class World:
                 beat = now
                 self._send_control(ALIVE)
             if self._ends_process:
-                stopped = (stopped or now) if is_process_stopped(os.getppid()) else 0.0
+                stopped = (stopped or now) if is_process_suspended(os.getppid()) else 0.0
                 if stopped and now - stopped > STOPPED_SECONDS:
                     resume_stopped_supervisor()
                     self.announce_failure("the process that the launcher has started for it was stopped (SIGSTOP)")

@@ -42,7 +42,7 @@ class ReaderTable:
     def find_reader_instructions(self, number: int) -> list[BoundInstruction] | None:
         """Return all instructions that read the first result of instruction `number`, bound to their memory.
 
-        Returns None in the cases in which `find_readers` returns None.
+        The result is None if there may be other readers, as in `find_readers`.
         """
         numbers = self.find_readers(number)
         return None if numbers is None else [self.bound_instruction(n) for n in numbers]

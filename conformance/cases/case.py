@@ -71,8 +71,8 @@ class Case:
         return get_tested_op(self.op)
 
     @cached_property
-    def text_in_sample_format(self) -> str:
-        """The operands and attributes as text, in the format of an op's samples, without layout and input kind."""
+    def operand_text(self) -> str:
+        """The operands and attributes as text: ``x=f32[2,3], axis=1``, the format in which an op declares its samples."""
         parts = [f"{k}={s}" for k, s in self.operands] + [f"{k}={format_attribute(v)}" for k, v in self.attrs]
         return ", ".join(parts)
 
@@ -81,7 +81,7 @@ class Case:
         """The text of the case without its seed; ``str(case)`` adds the seed."""
         settings = [f"layout={self.layout}", f"inputs={self.inputs}"]
         settings += [] if self.check == "reference" else [f"check={self.check}"]
-        return f"{self.op}({', '.join([self.text_in_sample_format] * bool(self.text_in_sample_format) + settings)})"
+        return f"{self.op}({', '.join([self.operand_text] * bool(self.operand_text) + settings)})"
 
     def __str__(self) -> str:
         return self.text_without_seed if not self.seed else f"{self.text_without_seed[:-1]}, seed={self.seed})"

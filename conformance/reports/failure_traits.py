@@ -82,7 +82,7 @@ def group_failures_by_op_with_traits(results: Iterable[Result]) -> list[OpFailur
 def compute_simplicity_key(case: Case) -> tuple[int, ...]:
     """Return the sort key of a failing case: fewest elements first, then the simplest check, layout and input kind."""
     plain = (case.check != "reference", LAYOUTS.index(case.layout), INPUTS.index(case.inputs))
-    return (sum(s.size for _, s in case.operands), *plain, len(case.text_in_sample_format))
+    return (sum(s.size for _, s in case.operands), *plain, len(case.operand_text))
 
 
 def rank_distinguishing_traits(bad: Sequence[Case], good: Sequence[Case]) -> list[TraitFailureCounts]:

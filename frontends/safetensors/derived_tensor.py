@@ -16,7 +16,10 @@ from ..gguf import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class DerivedTensor(Tensor):
-    """A tensor that `compute` makes from `source` at each read; file and offset are the ones of the source."""
+    """A tensor with entries that are computed from another tensor of the file whenever they are read.
+
+    `compute` gets the entries of `source` and returns the entries of this tensor. It has the file and the offset of `source`.
+    """
 
     source: Tensor
     change: str

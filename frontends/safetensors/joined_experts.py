@@ -24,16 +24,18 @@ EXPERT_NAME = re.compile(r"model\.layers\.(\d{1,5})\.mlp\.experts\.(\d{1,5})\.(g
 
 
 def split_joined_experts(architecture: str, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the expert tensors of GGUF for a tensor of all experts of a layer; empty if it is no such tensor.
+    """Return the GGUF tensors, such as gate and up, that a Hugging Face tensor with all experts of a layer holds.
+
+    The result is empty for a tensor of another kind.
 
     Args:
         architecture: The architecture in GGUF.
-        name: Name in the folder.
+        name: The name of the tensor in the Hugging Face folder.
         tensor: A bias [experts, rows] or a weight [experts, rows, columns]. Float weights of gpt-oss are [experts,
             columns, rows].
 
     Raises:
-        ModelError: The tensor has another number of axes, or rows that are no pairs.
+        ModelError: The tensor has another number of axes, or an odd number of rows for gate and up.
     """
     match = EXPERTS_NAME.fullmatch(name)
     if match is None:

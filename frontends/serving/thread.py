@@ -336,8 +336,8 @@ class EngineThread(ServedModel):
     def _execute_queued_orders_unless_ended(self) -> bool:
         """Execute all orders in the queue, such as submissions; return False when the engine is to end.
 
-        Without a queued or running request, this waits for one order. It does not wait for a second order, so that
-        `status` shows the end of the last request at once.
+        If no request is queued or running, the method waits for the first order. It never waits for further orders, so
+        that `status` shows the end of the last request at once.
         """
         waits = not self._engine.has_work
         try:

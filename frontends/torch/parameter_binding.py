@@ -62,9 +62,10 @@ class _ParameterVersions:
         self._counts = self._read_counts(parameters)
 
     def are_unchanged_since_update(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether no parameter has been changed since the last update.
+        """Return whether no parameter has changed since the last update.
 
-        It is also false if a further parameter may share memory since then.
+        The result is false, too, if further tensors began to share memory with parameters since then: a change through
+        one of them would stay unseen.
         """
         return self._sharing_count == _sharers.change_count and self._counts == self._read_counts(parameters)
 

@@ -255,12 +255,12 @@ def _add_shifted_taps(x: Value, stride: int, dilation: int) -> Value:
         apart = reshape(x, shape=(before, taps, 1, between * count * inner))
         x, taps = pad(apart, left=(0, 0, 0, 0), right=(0, 0, dilation - 1, 0)), taps * dilation
     groups, shift = -(-taps // stride), 1
-    x = _append_zeros(reshape(x, shape=(before, taps, between * count * inner)), groups * stride)
+    x = _pad_axis_1_to_size(reshape(x, shape=(before, taps, between * count * inner)), groups * stride)
     x = reshape(x, shape=(before, groups, stride * between, count, inner))
     while groups > 1:
         groups = -(-groups // 2)
         rows = reshape(x, shape=(before, x.shape[1], x.shape[2] * x.shape[3] * inner))
-        pairs = reshape(_append_zeros(rows, 2 * groups), shape=(before * groups, 2, *x.shape[2:]))
+        pairs = reshape(_pad_axis_1_to_size(rows, 2 * groups), shape=(before * groups, 2, *x.shape[2:]))
         first, second = (slice_(pairs, axis=1, start=i, stop=i + 1) for i in range(2))
         sums = add(
             pad(first, left=(0,) * 5, right=(0, 0, 0, shift, 0)), pad(second, left=(0, 0, 0, shift, 0), right=(0,) * 5)
@@ -270,9 +270,9 @@ def _add_shifted_taps(x: Value, stride: int, dilation: int) -> Value:
     return reshape(by_entry, shape=(before * between, x.shape[3] * stride, inner))
 
 
-def _append_zeros(x: Value, count: int) -> Value:
-    """Append zeros to axis 1 of x [a, n, b], up to `count` entries."""
-    return x if x.shape[1] == count else pad(x, left=(0, 0, 0), right=(0, count - x.shape[1], 0))
+def _pad_axis_1_to_size(x: Value, size: int) -> Value:
+    """Append zeros to axis 1 of x [a, n, b], so that it has `size` entries: [a, size, b]."""
+    return x if x.shape[1] == size else pad(x, left=(0, 0, 0), right=(0, size - x.shape[1], 0))
 
 
 def _slice_axis_1_padding_with_zeros(x: Value, start: int, stop: int) -> Value:

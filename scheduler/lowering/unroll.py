@@ -71,12 +71,14 @@ def unroll_kernel_calls(
 
 
 class _RepeatedLayerUnroller:
-    """Builds the graph and the program of all layers by copies of the repeated layers of a short graph.
+    """Builds the graph and the program of all layers from a short graph, which has a few copies of the repeated layer.
 
-    The graph with all layers is called deep, and one occurrence of the layer a repetition.
+    The graph with all layers is called the deep graph. One copy of the layer is called a repetition. A repetition of
+    the short graph is the model of several repetitions of the deep graph; its number is called their kind.
 
-    - `kind_by_node`: for each node of the short graph, its repetition in the short graph, which is called kind.
-    - `nodes_by_repetition`: for each repetition of the deep graph, its node for each node of the short graph.
+    Attributes:
+        kind_by_node: The kind of each node of the short graph.
+        nodes_by_repetition: For each repetition of the deep graph: its node for each node of the short graph.
     """
 
     def __init__(self, graph: Graph, shortened: ShortenedGraph) -> None:

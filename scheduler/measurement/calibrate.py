@@ -166,7 +166,7 @@ class BoundCalibrationProbes:
         self.reread_probes = {
             f"again {size}": names
             for size in REREAD_SIZES_MIB
-            if (names := _select_probes_that_sum_to_bytes(size << 20, sizes))
+            if (names := _select_probes_up_to_bytes(size << 20, sizes))
         }
         solo = [kind for kind in kinds if kind in SOLO_PROBED_DTYPES] or [*kinds[:1]]
         self.solo_probes = (
@@ -258,10 +258,10 @@ def _list_matvec_probe_names_by_size(kinds: Sequence[DType]) -> list[str]:
     return [f"{work} {kind}" for work in ("read", "cached") for kind in reversed(kinds)]
 
 
-def _select_probes_that_sum_to_bytes(nbytes: int, sizes: Mapping[str, int]) -> list[str]:
-    """Select probes that together read about `nbytes` bytes of weights: at least 15/16 of them, and not more.
+def _select_probes_up_to_bytes(nbytes: int, sizes: Mapping[str, int]) -> list[str]:
+    """Select probes that together read from 15/16 of `nbytes` to `nbytes` bytes of weights.
 
-    Return no probe if they would read less.
+    Return an empty list if the selected probes would read less.
 
     Args:
         nbytes: The largest number of bytes to read.

@@ -69,19 +69,19 @@ def plan_repeated_layers(
     hardware: Hardware,
     fixed_layouts: Mapping[str, Layout] | None = None,
 ) -> RepeatedLayersPlanParts | None:
-    """Plan the repeated layers of a graph once, in a short graph that keeps only a few of them.
+    """Plan a graph with many equal layers by a short graph, which keeps only a few of these layers.
 
-    The result is None if that saves too few nodes, or is impossible. It is impossible if the layers are sharded
-    differently, or if a layout would differ from `fixed_layouts`.
+    The result is None if the short graph saves too few nodes. It is None, too, if the layers are sharded in different
+    ways, or if a weight or state would have another layout than in `fixed_layouts`.
 
     Args:
         graph: The graph with all layers.
         repeated_layers: The repeated layers of `graph`.
         group: The devices.
-        sharded_factors: The sharded factors (shardable indices), listed at every weight and state that has them.
+        sharded_factors: The factors (shardable indices) to shard, by the weights and states that have them.
         proportions: The share of each device.
         hardware: The hardware model.
-        fixed_layouts: The fixed layouts of weights and states; a plan with other layouts is rejected.
+        fixed_layouts: The layouts that weights and states must have; None if they may have any.
     """
     required_layouts = (
         {}

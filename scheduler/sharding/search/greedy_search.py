@@ -363,10 +363,10 @@ def find_conflicting_leaf(graph: Graph, factors: Factors, chosen_factors: frozen
 def list_one_position_per_factor(
     graph: Graph, factors: Factors, chosen_factors: frozenset[Factor], leaf_layouts: Mapping[str, Layout]
 ) -> frozenset[tuple[str, int, int, int]]:
-    """Name each chosen factor by one of its positions in a weight or state, for graphs over the same leaves.
+    """Return one position in a weight or state for each chosen factor, to find the same factor in another graph.
 
-    Factors are objects of one graph, so a position identifies a factor in another graph. It is (leaf, axis, segment,
-    place in the segment). A leaf that `leaf_layouts` shards along another axis is not used.
+    Factor objects belong to one graph; positions are equal in all graphs over the same leaves. A position is (leaf,
+    axis, segment, place in the segment). A leaf that `leaf_layouts` shards along another axis gives no position.
     """
     named: dict[Factor, tuple[str, int, int, int]] = {}
     for factor, place in _iterate_weight_and_state_factor_positions(graph, factors, chosen_factors):
