@@ -42,7 +42,8 @@ hocket serve -m model.gguf -np 4 -c 4096
 
 - Without `--devices` a command runs on `cpu:0`, also where there is a GPU.
 - `hocket run` continues a text unless `--chat` is given.
-- The context has 4,096 tokens, or fewer if the model allows fewer; `-c 0` takes the maximum of the model.
+- The context has 4,096 tokens, or fewer if the model allows fewer (`perplexity`, `compare` and `imatrix`: 512). `-c 0`
+  takes the maximum of the model.
 - `--chat-template` takes a file, as `--chat-template-file` does.
 - A space separates a flag from its value: `-n 5`, not `-n5`.
 

@@ -39,7 +39,8 @@ WRITTEN_VALUES = """
 
 {written}
 
-The other quantised dtypes need importances, and are refused. `concat` joins values of these dtypes. `attention` and
+The other quantised dtypes are refused: IQ1, IQ2 and IQ3 need importances, and `q8_1` and `q8_K` are dtypes of
+activations. `concat` joins values of these dtypes. `attention` and
 `lightning_indexer` read keys of these dtypes. `-ctk` and `-ctv` take f32, f16, bf16 and the first {cached}.
 
 - `cpu` keeps states in blocks. Compiled kernels read and write the dtypes of `-ctk`. NumPy does so for the other

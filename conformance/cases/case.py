@@ -72,7 +72,7 @@ class Case:
 
     @cached_property
     def operand_text(self) -> str:
-        """The operands and attributes as text: ``x=f32[2,3], axis=1``, the format in which an op declares its samples."""
+        """The operands and attributes as text, as in the samples of an op: ``x=f32[2,3], axis=1``."""
         parts = [f"{k}={s}" for k, s in self.operands] + [f"{k}={format_attribute(v)}" for k, v in self.attrs]
         return ", ".join(parts)
 

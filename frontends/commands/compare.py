@@ -26,6 +26,7 @@ from ..open_model import choose_context, open_adapted_model, open_model, read_te
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_to_stdout_unless_closed
 from .perplexity import (
+    CHUNK_OPTION,
     DEFAULT_CONTEXT_TOKENS,
     F64,
     ROWS_PER_WIDENING,
@@ -45,7 +46,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("other", metavar="B", help="GGUF file or Hugging Face folder that is compared with it")
     sub.add_argument("-f", "--file", required=True, metavar="FILE", help="text in UTF-8; - is stdin")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
-    add_session_flags(sub, trace=False)
+    add_session_flags(sub, trace=False, context=CHUNK_OPTION)
 
 
 @show_compile_progress()

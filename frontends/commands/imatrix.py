@@ -23,7 +23,7 @@ from ..quantisation.importance import ImportanceSums, read_importance_sums
 from ..terminal.arguments import PositionalAliasAction
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
-from .perplexity import DEFAULT_CONTEXT_TOKENS, count_complete_chunks
+from .perplexity import CHUNK_OPTION, DEFAULT_CONTEXT_TOKENS, count_complete_chunks
 from .shared_flags import (
     add_model_file_argument,
     add_session_flags,
@@ -55,7 +55,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     )
     add("--process-output", action="store_true", help="also sum the inputs of the output matrix")
     add("--parse-special", action="store_true", help="read the text of a special token as that token")
-    add_session_flags(sub, watch=False)
+    add_session_flags(sub, watch=False, context=CHUNK_OPTION)
 
 
 @show_compile_progress()

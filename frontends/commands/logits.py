@@ -43,7 +43,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--step", action="store_true", help="evaluate half of the tokens at once, and the other half one by one"
     )
-    add_session_flags(sub)
+    add_session_flags(sub, context={"help": "tokens of context (the number of its tokens)"})
 
 
 @show_compile_progress()

@@ -33,6 +33,11 @@ from .shared_flags import (
 )
 
 DEFAULT_CONTEXT_TOKENS = 512
+CHUNK_OPTION = {
+    "help": f"tokens of a chunk ({DEFAULT_CONTEXT_TOKENS}, or fewer if the model allows fewer); "
+    "0: as many as the model allows"
+}
+"""The changes to the flag `-c` in commands that read a text in chunks."""
 """Default tokens of context."""
 F64 = npt.NDArray[np.float64]
 ROWS_PER_WIDENING = 64
@@ -46,7 +51,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("file", metavar="FILE", help="text in UTF-8; - is stdin")
     sub.add_argument("-f", "--file", action=PositionalAliasAction, dest="file", metavar="FILE", help="as FILE")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
-    add_session_flags(sub)
+    add_session_flags(sub, context=CHUNK_OPTION)
 
 
 @show_compile_progress()

@@ -132,7 +132,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--no-slots", action="store_true", help="/slots answers 501")
     sub.add_argument("-v", "--verbose", action="store_true", help="answers to chats have the prompt in __verbose")
     sub.add_argument("--dry-run", action="store_true", help="print memory and predicted speed, load nothing, and end")
-    slot_tokens = f"tokens of each slot, 0: as many as the model allows ({DEFAULT_CONTEXT})"
+    slot_tokens = f"tokens of each slot, 0: as many as the model allows ({DEFAULT_CONTEXT}, or fewer)"
     drafts = (
         f"draft tokens of a request in a step, at most {MAX_DRAFT_TOKENS} ({DEFAULT_DRAFT_TOKENS}); without -md, MTP"
     )

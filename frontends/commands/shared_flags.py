@@ -42,7 +42,12 @@ def add_model_file_argument(
 
 
 def add_session_flags(
-    sub: argparse.ArgumentParser, names: Container[str] = SESSION_OPTIONS, *, trace: bool = True, watch: bool = True
+    sub: argparse.ArgumentParser,
+    names: Container[str] = SESSION_OPTIONS,
+    *,
+    trace: bool = True,
+    watch: bool = True,
+    **changes: Mapping[str, Any],
 ) -> None:
     """Add the flags of commands that run a model in a session.
 
@@ -51,8 +56,9 @@ def add_session_flags(
         names: Names of the options of the model run.
         trace: Whether the command has `--trace`.
         watch: Whether the command has `--watch`.
+        changes: Arguments of ``add_argument`` that differ in this command, by option name.
     """
-    add_option_flags(sub, names)
+    add_option_flags(sub, names, **changes)
     mark_as_multi_rank_command(sub)
     add_cache_folder_flag(sub)
     if trace:

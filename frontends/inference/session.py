@@ -284,7 +284,7 @@ class Session:
         return all(step in self._pipelines for step in prefill.steps)
 
     def end_prefill(self, prefill: PipelinedPrefill, runs: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
-        """Finish a prefill after its chunks have run: record its tokens, and return the logits by chunk and sequence."""
+        """Finish a prefill after its chunks have run: record its tokens, and return the logits by chunk, sequence."""
         self.reversible_step, self.lengths, self.recent = None, prefill.lengths, prefill.recent
         return prefill.split_chunk_rows_by_sequence(runs, [self.create_empty_idle_rows(False)] * self.sequences)
 

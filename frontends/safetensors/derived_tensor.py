@@ -18,7 +18,7 @@ from ..gguf import Tensor
 class DerivedTensor(Tensor):
     """A tensor with entries that are computed from another tensor of the file whenever they are read.
 
-    `compute` gets the entries of `source` and returns the entries of this tensor. It has the file and the offset of `source`.
+    `compute` gets the entries of `source`, and returns the entries of this tensor. File and offset are as in `source`.
     """
 
     source: Tensor
