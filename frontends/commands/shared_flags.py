@@ -47,7 +47,7 @@ def add_session_flags(
     *,
     trace: bool = True,
     watch: bool = True,
-    **changes: Mapping[str, Any],
+    context: Mapping[str, Any] | None = None,
 ) -> None:
     """Add the flags of commands that run a model in a session.
 
@@ -56,9 +56,9 @@ def add_session_flags(
         names: Names of the options of the model run.
         trace: Whether the command has `--trace`.
         watch: Whether the command has `--watch`.
-        changes: Arguments of ``add_argument`` that differ in this command, by option name.
+        context: Arguments of ``add_argument`` for `--ctx-size` that differ in this command.
     """
-    add_option_flags(sub, names, **changes)
+    add_option_flags(sub, names, context=context or {})
     mark_as_multi_rank_command(sub)
     add_cache_folder_flag(sub)
     if trace:

@@ -137,7 +137,7 @@ def _choose_fusions(flow: Dataflow) -> _Fusions:
     """Choose all fusions of a program. The instructions of each become a group of `flow`."""
     patterns, groups = _choose_longest_fusions(flow), choose_expression_groups(flow)
     hooked = choose_hooked_bodies(flow, groups, patterns)
-    return _Fusions(patterns, groups, hooked, choose_joined_groups(flow, patterns, groups))
+    return _Fusions(patterns, groups, hooked, choose_joined_groups(flow, patterns))
 
 
 def list_kernel_calls(

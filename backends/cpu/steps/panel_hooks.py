@@ -45,13 +45,13 @@ def call_hooks(a, word, first_row, rows, first_column, columns):
 
 
 @subroutine
-def call_prologue(a, word, thread, threads):
-    """Call the kernels of earlier steps that a step runs before its own work (its prologue), with its thread numbers.
+def call_prologue(a, word):
+    """Call the kernels of earlier steps that a step runs before its own work (its prologue).
 
     Their list begins at word number `word` of the argument block `a`; 0 means no prologue.
     """
     if word != 0:
-        call_listed_kernels(a, word, thread, threads)
+        call_listed_kernels(a, word, 0, 1)
 
 
 class PrologueWord(int):

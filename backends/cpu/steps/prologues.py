@@ -16,9 +16,8 @@ from .step_table import StepWords, TableStep
 def join_steps(steps: Sequence[TableStep]) -> list[TableStep]:
     """Merge steps into a later step, which calls their kernels first (its prologue); return the remaining steps.
 
-    Steps merge if no barrier is between them, none may stop the run, and threads split their work in the same way.
-    Either the words of each thread state its part, or the kernels do. A thread with work in one of them must have work
-    in the last one, which calls the others.
+    Steps merge if no barrier is between them, none may stop the run, and the words of each thread state its part. A
+    thread with work in one of them must have work in the last one, which calls the others.
     """
     joined: list[TableStep] = []
     first = 0
@@ -34,8 +33,8 @@ def join_steps(steps: Sequence[TableStep]) -> list[TableStep]:
 
 def _can_follow_in_prologue(step: TableStep, following: TableStep) -> bool:
     """Return whether each thread can run two adjacent steps one after the other, without a barrier between them."""
-    has_equal_split = step.is_presplit == following.is_presplit
-    return has_equal_split and not (step.may_stop or following.may_stop or following.has_barrier)
+    plain = all(s.is_presplit and not s.may_stop for s in (step, following))
+    return plain and not following.has_barrier
 
 
 def _can_take_as_prologue(earlier: Sequence[TableStep], last: TableStep) -> bool:

@@ -72,7 +72,7 @@ def make_quantising_few_row_gated_kernel(form: PackedFormat, kind: str) -> Kerne
     )
 
     def body(a, thread, threads):
-        call_prologue(a, ARGS.prologue(a), thread, threads)
+        call_prologue(a, ARGS.prologue(a))
         stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
         x, pitch, starts, experts = ARGS.x(a), ARGS.pitch(a), ARGS.starts(a), ARGS.experts(a)
         used, shared, y, step = ARGS.used(a), ARGS.shared(a), ARGS.y(a), ARGS.step(a)

@@ -223,7 +223,7 @@ def make_grouped_expert_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel
     max_leftover_rows, max_unexpanded_rows = blocks.max_leftover_rows, blocks.max_unexpanded_rows
 
     def body(a, thread, threads):
-        call_prologue(a, ARGS.prologue(a), thread, threads)
+        call_prologue(a, ARGS.prologue(a))
         w, stride, between, rows, columns = ARGS.w(a), ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
         x, pitch, starts, experts = ARGS.x(a), ARGS.pitch(a), ARGS.starts(a), ARGS.experts(a)
         used, shared, l1_ahead, l2_ahead = ARGS.used(a), ARGS.shared(a), ARGS.l1_ahead(a), ARGS.l2_ahead(a)
