@@ -99,21 +99,18 @@ def collect_facts() -> Mapping[str, str]:
     suffix = "-vs-llama-cpp.json"
     results = (ROOT / "benchmarks" / "results").glob(f"*{suffix}")
     ranges = {DATE_PREFIX.sub("", path.name.removesuffix(suffix)): format_speed_ranges(path) for path in results}
-    return (
-        stored
-        | ranges
-        | {
-            "architectures": f"{len(ARCHITECTURES)} architectures",
-            "ops": f"{len(REGISTRY)} ops",
-            "folder-families": "".join(format_folder_families()),
-            "folder-family-count": f"{len(FAMILIES)} families",
-            "speeds": "".join(format_speeds()),
-            "speed-pages": format_speed_pages(),
-            "machines": "".join(format_machines()),
-            "links": "".join(format_links()),
-            "simulated-devices": f"{MAX_SIMULATED_DEVICES:,}",
-        }
-    )
+    counts_and_tables = {
+        "architectures": f"{len(ARCHITECTURES)} architectures",
+        "ops": f"{len(REGISTRY)} ops",
+        "folder-families": "".join(format_folder_families()),
+        "folder-family-count": f"{len(FAMILIES)} families",
+        "speeds": "".join(format_speeds()),
+        "speed-pages": format_speed_pages(),
+        "machines": "".join(format_machines()),
+        "links": "".join(format_links()),
+        "simulated-devices": f"{MAX_SIMULATED_DEVICES:,}",
+    }
+    return stored | ranges | counts_and_tables
 
 
 def insert_facts(text: str, facts: Mapping[str, str]) -> str:

@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from ... import __version__
-from ...backends.cpu.kernels.quantisers.row_quantiser import compile_quantisers, compute_quantiser_digest, quantise_rows
+from ...backends.cpu.compilation.compiler import compute_kernel_code_digest
+from ...backends.cpu.kernels.quantisers.row_quantiser import compile_quantisers, quantise_rows
 from ...graph.dtypes import DType
 from ...graph.lazy_dataclass import dataclass
 from ...graph.storage.files import require_writable
@@ -286,7 +287,7 @@ def _digest_inputs_and_code(plan: ConversionPlan, paths: Sequence[Path]) -> byte
 
     A file of the model counts by its path, size and modification time.
     """
-    digest = sha256(compute_quantiser_digest() + __version__.encode())
+    digest = sha256(compute_kernel_code_digest() + __version__.encode())
     for c in plan.conversions:
         digest.update(repr((c.tensor.name, str(c.tensor.dtype), str(c.dtype), c.tensor.cache_identity)).encode())
     for file in sorted(_list_input_files(plan, paths)):

@@ -11,7 +11,7 @@ from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.kernels.recurrent.sliding_windows import SlidingWindowShape
 from hocket.ops import REGISTRY
 
-from ...given.cpu_runs import list_cpu_kernels, run_on_cpu
+from ...given.plans.cpu_runs import list_cpu_kernels, run_on_cpu
 
 RNG = np.random.default_rng(61)
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from .....graph.dtypes import DType
 from .....graph.errors import GraphError
 from .....ops.quantisation import encode_array
-from ...compilation.compiler import KERNEL_FUNCTION, Kernel, compile_missing_kernels, compute_kernel_code_digest
+from ...compilation.compiler import KERNEL_FUNCTION, Kernel, compile_missing_kernels
 from . import code_blocks, iq1_blocks, iq2_blocks, iq3_blocks, narrow_blocks, small_blocks, super_blocks
 from .block_loop import ARGS
 from .code_blocks import make_doubled_fp4_nearest_value_table, make_iq4_nearest_value_table
@@ -55,11 +55,6 @@ Q4_0 and Q5_0 have none: a search lowers their squared error by 10 %, but the KL
 """
 WRITABLE_DTYPES = (DType.F32, DType.F16, *KERNELS)
 """The dtypes to which `quantise_rows` rounds."""
-
-
-def compute_quantiser_digest() -> bytes:
-    """Return a digest of everything that determines quantised bytes, except their numbers: sources and compilers."""
-    return compute_kernel_code_digest()
 
 
 def compile_quantisers(dtypes: set[DType]) -> None:

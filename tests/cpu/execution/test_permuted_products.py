@@ -10,7 +10,7 @@ import pytest
 import hocket
 from hocket import ops
 
-from ...given.cpu_runs import list_cpu_kernels, run_on_cpu
+from ...given.plans.cpu_runs import list_cpu_kernels, run_on_cpu
 
 RNG = np.random.default_rng(62)
 ROW_ORDERS = [(*axes, 3) for axes in permutations(range(3))]
